@@ -1,0 +1,39 @@
+"""The bundle floor: formats, page geometry, schema, save, load, verify. Needs numpy and safetensors only."""
+
+from artifacts.bundle import Bundle, load
+from artifacts.errors import (
+    BundleCorruptError,
+    BundleError,
+    BundleMismatchError,
+    BundleNotFoundError,
+    BundleVersionError,
+    FormatError,
+    SignpostError,
+)
+from artifacts.fields import PageShape
+from artifacts.format import Format, LayerFormat
+from artifacts.geometry import CacheGeometry, PageGeometry
+from artifacts.model import ModelFingerprint, Rope
+from artifacts.parts import Dense, Sparse, Window
+
+__all__ = [
+    "Bundle",
+    "BundleCorruptError",
+    "BundleError",
+    "BundleMismatchError",
+    "BundleNotFoundError",
+    "BundleVersionError",
+    "CacheGeometry",
+    "Dense",
+    "Format",
+    "FormatError",
+    "LayerFormat",
+    "ModelFingerprint",
+    "PageGeometry",
+    "PageShape",
+    "Rope",
+    "SignpostError",
+    "Sparse",
+    "Window",
+    "load",
+]

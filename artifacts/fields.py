@@ -1,0 +1,56 @@
+"""Words that parts use to say what they store."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from artifacts.errors import FormatError
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """t tokens x h_kv kv heads x d channels: what one page of one layer's keys (or values) covers."""
+
+    t: int
+    h_kv: int
+    d: int
+
+    def __post_init__(self) -> None:
+        for name in ("t", "h_kv", "d"):
+            if getattr(self, name) < 1:
+                raise FormatError(f"page shape {self}: {name} must be at least 1")
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the page, all heads."""
+        return self.t * self.h_kv * self.d
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype (numpy name) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return np.dtype(self.dtype).itemsize * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a page. Scope `head`: one in each kv head's page; `layer`: one in the layer's record of the page."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scope: Literal["head", "layer"]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return TensorSpec(self.dtype, self.shape).nbytes

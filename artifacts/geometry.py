@@ -1,0 +1,115 @@
+"""Page geometry: where every field of a page lies, and what a cache costs. Derived from the format and nothing else.
+
+A page covers t tokens. Each kv head has its own bytes (scope `head`), and what tokens share across heads stands in one
+record per page (scope `layer`). Every field starts at a multiple of 16 bytes and both parts are padded to 16 bytes, so any
+page can be read in 16-byte loads.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from artifacts.fields import Field, PageShape
+from artifacts.format import Format, LayerFormat
+
+ALIGN = 16
+TABLE_BYTES = 4  # an entry of a block table: one int32 page id
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A field and its offset in bytes from the start of the head's page or of the record."""
+
+    field: Field
+    offset: int
+
+
+@dataclass(frozen=True)
+class PageGeometry:
+    """Layout of one page of `format` over `shape`. Raises FormatError where they do not fit."""
+
+    format: Format
+    shape: PageShape
+
+    def __post_init__(self) -> None:
+        self.format.check(self.shape)
+
+    @classmethod
+    def of(cls, format: Format, h_kv: int, d: int) -> "PageGeometry":
+        """Geometry for h_kv kv heads of d channels."""
+        return cls(format, PageShape(format.t, h_kv, d))
+
+    @cached_property
+    def _placed(self) -> tuple[dict[str, Placed], int, int]:
+        ends = {"head": 0, "layer": 0}
+        placed = {}
+        for field in self.format.page_fields(self.shape):
+            placed[field.name] = Placed(field, ends[field.scope])
+            ends[field.scope] += -(-field.nbytes // ALIGN) * ALIGN
+        return placed, ends["head"], ends["layer"]
+
+    @property
+    def fields(self) -> dict[str, Placed]:
+        """All fields by name."""
+        return self._placed[0]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one kv head's page."""
+        return self._placed[1]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the layer's record of one page."""
+        return self._placed[2]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the layer: all heads and the record."""
+        return self.shape.h_kv * self.head_bytes + self.record_bytes
+
+    @property
+    def bits(self) -> float:
+        """Bits per number inside pages (window, tables and bundle not counted)."""
+        return 8 * self.page_bytes / self.shape.numbers
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes of the bundle's tensors that decoding this side of the layer reads."""
+        return sum(spec.nbytes for spec in self.format.bundle_tensors(self.shape).values())
+
+    def cache_bytes(self, n: int, full_bytes: int) -> int:
+        """Bytes that a cache with room for n tokens of one sequence allocates for this side.
+
+        full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). Counted: sinks, window buffer, pages,
+        records, block table.
+        """
+        window, t = self.format.window, self.format.t
+        buffered = window.sinks + window.recent + t
+        pages = window.pages(n, t)
+        return buffered * self.shape.h_kv * self.shape.d * full_bytes + pages * (self.page_bytes + TABLE_BYTES)
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """Geometry of a whole model: one pair (key, value) per layer."""
+
+    layers: tuple[tuple[PageGeometry, PageGeometry], ...]
+
+    @classmethod
+    def of(cls, formats: Iterable[LayerFormat], h_kv: int, d: int) -> "CacheGeometry":
+        """Geometry for the formats of all layers over h_kv kv heads of d channels."""
+        return cls(tuple((PageGeometry.of(f.key, h_kv, d), PageGeometry.of(f.value, h_kv, d)) for f in formats))
+
+    @property
+    def _sides(self) -> list[PageGeometry]:
+        return [side for layer in self.layers for side in layer]
+
+    def cache_bytes(self, n: int, full_bytes: int = 2) -> int:
+        """Bytes that a cache with room for n tokens of one sequence allocates."""
+        return sum(side.cache_bytes(n, full_bytes) for side in self._sides)
+
+    def bits(self, n: int, full_bytes: int = 2) -> float:
+        """Bits per cached number at n tokens with everything counted: `cache_bytes` and the bundle's tensors."""
+        total = self.cache_bytes(n, full_bytes) + sum(side.bundle_bytes for side in self._sides)
+        return 8 * total / (n * sum(side.shape.h_kv * side.shape.d for side in self._sides))

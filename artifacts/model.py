@@ -1,0 +1,68 @@
+"""What a bundle remembers of the model it was made for."""
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from artifacts.errors import BundleMismatchError, FormatError
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: frequency i turns the channel pair (first, second) of the first `dim` channels of a head.
+
+    dim      rotated channels, even, at most the head dimension
+    layout   `half`: pair i is (i, i + dim/2); `interleaved`: pair i is (2i, 2i + 1)
+    scaling  factor on cos and sin (yarn's attention factor; 1.0 otherwise)
+    kind     the scaling rule's name in the model's configuration (default, linear, llama3, yarn, ...)
+    The dim/2 inverse frequencies, radians per token, are the bundle's tensor `rope.inv_freq`, float32.
+    """
+
+    dim: int
+    layout: Literal["half", "interleaved"]
+    scaling: float
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise FormatError(f"rope.dim={self.dim} must be even and at least 2")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Channel pair (first, second) of each frequency."""
+        half = self.dim // 2
+        return [(i, i + half) if self.layout == "half" else (2 * i, 2 * i + 1) for i in range(half)]
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Architecture, dimensions, RoPE and hashes. `l` layers, `h_q` query and `h_kv` kv heads of `d` channels.
+
+    config_hash   SHA-256 of the model's configuration without fields that do not change its mathematics
+    weights_hash  SHA-256 over names, dtypes, shapes and hashes of samples of the weights
+    """
+
+    name: str
+    architecture: str
+    l: int  # noqa: E741  (the design's letter for layers)
+    h_q: int
+    h_kv: int
+    d: int
+    rope: Rope
+    config_hash: str
+    weights_hash: str
+
+    def __post_init__(self) -> None:
+        if min(self.l, self.h_q, self.h_kv, self.d) < 1 or self.h_q % self.h_kv:
+            raise FormatError(f"model dimensions l={self.l}, h_q={self.h_q}, h_kv={self.h_kv}, d={self.d} do not fit together")
+        if self.rope.dim > self.d:
+            raise FormatError(f"rope.dim={self.rope.dim} is above the head dimension {self.d}")
+
+    def require(self, other: "ModelFingerprint") -> None:
+        """Raises BundleMismatchError naming every field in which the `other` model differs (the name may)."""
+        mine, theirs = asdict(self), asdict(other)
+        different = [k for k in mine if k != "name" and mine[k] != theirs[k]]
+        if different:
+            pairs = "; ".join(f"{k}: bundle has {mine[k]}, model has {theirs[k]}" for k in different)
+            raise BundleMismatchError(
+                f"this bundle was calibrated for {self.name!r} and does not fit {other.name!r}: {pairs}. "
+                "Calibrate this model, or load the model that the bundle names"
+            )

@@ -1,0 +1,7 @@
+"""Parts of a format, one file each: what a part's parameters are, what it stores in a page and in the bundle."""
+
+from artifacts.parts.dense import Dense
+from artifacts.parts.sparse import Sparse
+from artifacts.parts.window import Window
+
+__all__ = ["Dense", "Sparse", "Window"]

@@ -1,0 +1,78 @@
+"""`dense`: b-bit codes of a normalized number, `x = zero + scale * codebook[code]`.
+
+A vector (the numbers that share one scale and zero point) runs along tokens (`axis: channel`) or along channels
+(`axis: token`), whole or in groups. Sources: KVQuant (per channel before RoPE, offline; per token, online), KIVI (groups).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from artifacts.codes import RUN, check_bits
+from artifacts.errors import FormatError
+from artifacts.fields import Field, PageShape, TensorSpec
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Parameters of the dense part.
+
+    bits      width of a code: 1, 2, 3, 4 or 8
+    axis      `channel`: one scale per channel; `token`: one scale per token
+    group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens ever (so
+              the scales come from the bundle); with axis `token`, all channels of all kv heads of the token
+    codebook  `uniform`, `nf` (NormalFloat) or `nuq` (signposts from the bundle)
+    scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
+    """
+
+    bits: int
+    axis: Literal["channel", "token"]
+    group: int = 0
+    codebook: Literal["uniform", "nf", "nuq"] = "uniform"
+    scales: Literal["bundle", "online"] = "online"
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        if self.group < 0:
+            raise FormatError(f"dense.group={self.group} must be 0 (the whole vector) or a positive number of numbers")
+        if self.scales == "bundle" and (self.axis != "channel" or self.group):
+            raise FormatError(
+                f"dense.scales=bundle needs axis=channel and group=0 (calibrated scales belong to channels), "
+                f"not axis={self.axis}, group={self.group}: set scales=online"
+            )
+        if self.scales == "online" and self.axis == "channel" and not self.group:
+            raise FormatError(
+                "dense.axis=channel with scales=online needs a group of tokens (group=32, say): "
+                "the whole channel is known only to calibration (scales=bundle)"
+            )
+
+    def check(self, shape: PageShape) -> None:
+        """Raises FormatError where the part does not fit a page of this shape."""
+        if shape.d % RUN:
+            raise FormatError(f"head dimension {shape.d} is not a multiple of {RUN}, which packed codes need")
+        length, what = (shape.t, "page of {} tokens") if self.axis == "channel" else (shape.d, "head dimension {}")
+        if self.group and length % self.group:
+            raise FormatError(f"dense.group={self.group} does not divide the {what.format(length)}")
+
+    def scale_shape(self, shape: PageShape) -> tuple[int, int, int]:
+        """Scales per page over (tokens, kv heads, channels): 1 where they are shared along an axis."""
+        if self.axis == "token":
+            return (shape.t, shape.h_kv, shape.d // self.group) if self.group else (shape.t, 1, 1)
+        return (shape.t // self.group, shape.h_kv, shape.d) if self.group else (1, shape.h_kv, shape.d)
+
+    def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
+        """What a page stores: codes per head; online scales per head, or per layer where they span the heads."""
+        codes = Field("codes", "uint32", (shape.t, shape.d // RUN, self.bits), "head")
+        if self.scales == "bundle":
+            return (codes,)
+        t, h_kv, c = self.scale_shape(shape)
+        scope = "layer" if h_kv == 1 and not self.group else "head"
+        return (codes, Field("scale", "float16", (t, c), scope), Field("zero", "float16", (t, c), scope))
+
+    def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
+        """What the bundle holds per layer and side."""
+        tensors = {}
+        if self.scales == "bundle":
+            tensors |= {name: TensorSpec("float32", (shape.h_kv, shape.d)) for name in ("scale", "zero")}
+        if self.codebook == "nuq":
+            tensors["signposts"] = TensorSpec("float32", (1 << self.bits,))
+        return tensors

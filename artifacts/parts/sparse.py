@@ -1,0 +1,79 @@
+"""`sparse`: outliers, kept as float16 corrections on top of the dense part: `x = dense + correction`.
+
+An outlier's correction is exact to float16 (relative 2**-11 of the correction), so parts stay a plain sum and a kernel adds
+its outliers without knowing their codes. Outliers of all kv heads of a page share one list, sorted by head and position, so
+a head that is rich in outliers borrows from one that is poor. A position is (block of 256 numbers, index in the block):
+3 bytes an outlier and 1 byte a block. Sources: KVQuant (dense-and-sparse, per vector and per matrix), GEAR (filter).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from artifacts.errors import FormatError
+from artifacts.fields import Field, PageShape, TensorSpec
+
+BLOCK = 256  # numbers per block: an index fits one byte
+BLOCK_LIMIT = 255  # outliers per block: the count fits one byte
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Parameters of the sparse part.
+
+    fraction    share of numbers treated as outliers, half at each end; 0.01 is KVQuant's 1%
+    axis        what a vector is: `channel`, `token` (all kv heads of a token), or `matrix` (the layer as a whole)
+    thresholds  `bundle`: calibrated offline (axis channel or matrix); `online`: the ceil(fraction/2 * n) largest and smallest
+                of each vector's n numbers (axis token)
+    capacity    with thresholds from the bundle: slots per page as a multiple of the expected number. If a page has more
+                outliers, those that exceed their range by most (in units of the range) are kept and the rest are clipped to
+                the range
+    """
+
+    fraction: float
+    axis: Literal["channel", "token", "matrix"]
+    thresholds: Literal["bundle", "online"]
+    capacity: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 0.25:
+            raise FormatError(f"sparse.fraction={self.fraction} must be above 0 and at most 0.25; leave the part out for none")
+        if (self.axis == "token") != (self.thresholds == "online"):
+            raise FormatError(
+                f"sparse.axis={self.axis} does not go with thresholds={self.thresholds}: "
+                "thresholds of tokens are online, thresholds of channels and of the matrix come from the bundle"
+            )
+        if not 1 <= self.capacity <= 8:
+            raise FormatError(f"sparse.capacity={self.capacity} must lie between 1 and 8 times the expected number")
+
+    def check(self, shape: PageShape) -> None:
+        """Raises FormatError where the part does not fit a page of this shape."""
+        if shape.t * shape.d % BLOCK:
+            raise FormatError(f"a page of {shape.t} tokens x {shape.d} channels is not a multiple of {BLOCK} numbers")
+
+    def per_end(self, shape: PageShape) -> int:
+        """Outliers at each end of one token's h_kv * d numbers, for online thresholds."""
+        return ceil(self.fraction / 2 * shape.h_kv * shape.d)
+
+    def slots(self, shape: PageShape) -> int:
+        """Outliers that a page has room for, all heads."""
+        if self.thresholds == "online":
+            return shape.t * 2 * self.per_end(shape)
+        return min(shape.numbers, ceil(self.capacity * self.fraction * shape.numbers))
+
+    def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
+        """start: where each head's list begins (and the end); count: outliers per block; index, correction: the lists."""
+        n = self.slots(shape)
+        return (
+            Field("start", "uint32", (shape.h_kv + 1,), "layer"),
+            Field("count", "uint8", (shape.h_kv, shape.t * shape.d // BLOCK), "layer"),
+            Field("index", "uint8", (n,), "layer"),
+            Field("correction", "float16", (n,), "layer"),
+        )
+
+    def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
+        """lower, upper: numbers strictly outside are outliers."""
+        if self.thresholds == "online":
+            return {}
+        size = (shape.h_kv, shape.d) if self.axis == "channel" else (1, 1)
+        return {name: TensorSpec("float32", size) for name in ("lower", "upper")}

@@ -1,0 +1,1 @@
+"""Offline calibration: `python -m calib`. Needs transformers, scikit-learn, hydra (extra `calib`)."""

@@ -1,0 +1,322 @@
+"""The compressed KV cache: sinks and newest tokens in full precision, everything between them in packed pages.
+
+One query step is `attend`: exact attention over what is cached and the step's own tokens, then the tokens are appended. A
+number is quantized once, when its page fills, and never again. Sequences own lists of page ids, so batches of different
+lengths, reordering and freeing are edits of tables.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from artifacts import Bundle, Format, PageGeometry
+from artifacts.errors import SignpostError
+from artifacts.geometry import TABLE_BYTES
+from runtime.codec import Codec, PagePool
+from runtime.cpu import PageReader
+from runtime.rope import Rotation
+
+FUSED_QUERIES = 8  # up to this many new tokens are attended by the page kernels; more make decoding to dense cheaper
+
+
+class CacheFullError(SignpostError, RuntimeError):
+    """The cache holds as many tokens as were reserved."""
+
+
+class Side:
+    """Keys or values of one layer for `b` sequences: sinks, newest tokens, pages.
+
+    Sinks and window are kept as the model made them (keys after RoPE, dtype of the model). Keys of a `pre_rope` format are
+    un-rotated when their page is packed.
+    """
+
+    def __init__(self, fmt: Format, codec: Codec, b: int, reserved: int | None, dtype: torch.dtype):
+        self.format, self.codec = fmt, codec
+        self.geometry: PageGeometry = codec.geometry
+        shape, device = self.geometry.shape, codec.device
+        pages = 0 if reserved is None else fmt.window.pages(reserved, fmt.t)
+        self.fixed = reserved is not None
+        self.sinks = torch.zeros(b, fmt.window.sinks, shape.h_kv, shape.d, dtype=dtype, device=device)
+        self.window = torch.zeros(b, fmt.window.recent + fmt.t, shape.h_kv, shape.d, dtype=dtype, device=device)
+        self.filled = [0] * b  # tokens in the window
+        self.pool = PagePool(self.geometry, b * pages, device)
+        self.table = torch.zeros(b, pages, dtype=torch.int32, device=device)
+        self.used = [0] * b  # pages in the table
+        self.free = list(range(b * pages - 1, -1, -1))
+        self._reader: PageReader | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: sinks, window, pages, records, table."""
+        return self.sinks.nbytes + self.window.nbytes + self.pool.nbytes + self.table.numel() * TABLE_BYTES
+
+    @property
+    def reader(self) -> PageReader:
+        """CPU view of the pages; made anew when the pool grows."""
+        if self._reader is None:
+            self._reader = PageReader.of(self.pool, self.codec.tables)
+        return self._reader
+
+    def pages_of(self, sequence: int) -> Tensor:
+        """Page ids of a sequence in token order, int32."""
+        return self.table[sequence, : self.used[sequence]]
+
+    def exact(self, sequence: int, n: int) -> tuple[Tensor, Tensor]:
+        """Sinks and newest tokens of a sequence of n tokens, each [tokens, h_kv, d]."""
+        return self.sinks[sequence, : min(n, self.format.window.sinks)], self.window[sequence, : self.filled[sequence]]
+
+    def dense(self, sequence: int) -> Tensor:
+        """Paged tokens decoded by the torch codec, float32 [tokens, h_kv, d] in the format's domain."""
+        return self.codec.decode(self.pool.read(self.pages_of(sequence).long())).flatten(0, 1)
+
+    def append(self, sequence: int, x: Tensor, n: int, rotation: Rotation | None, offset: int) -> None:
+        """Appends x [m, h_kv, d] behind n tokens, for which `reserve` made room.
+
+        rotation: un-rotates what is packed, or None; the position of token 0 is `offset`.
+        """
+        window, t = self.format.window, self.format.t
+        packed, total = self.used[sequence], window.pages(n + x.shape[0], t)
+        sinks = max(0, min(window.sinks - n, x.shape[0]))
+        self.sinks[sequence, n : n + sinks] = x[:sinks].to(self.sinks.dtype)
+        waiting = torch.cat([self.window[sequence, : self.filled[sequence]], x[sinks:].to(self.window.dtype)])
+        leaving = (total - packed) * t
+        if leaving:
+            first = offset + window.sinks + packed * t
+            self._pack(sequence, waiting[:leaving], first, rotation)
+        rest = waiting[leaving:]
+        self.window[sequence, : rest.shape[0]] = rest
+        self.filled[sequence] = rest.shape[0]
+
+    def _pack(self, sequence: int, x: Tensor, position: int, rotation: Rotation | None) -> None:
+        """Packs x [pages * t, h_kv, d] into new pages of the sequence; its first token stands at `position`."""
+        if rotation is not None:
+            positions = torch.arange(position, position + x.shape[0], device=x.device)
+            x = rotation.unrotate(x.transpose(0, 1), positions).transpose(0, 1)
+        fields, _ = self.codec.encode(x.unflatten(0, (-1, self.format.t)))
+        used, count = self.used[sequence], x.shape[0] // self.format.t
+        ids = torch.tensor([self.free.pop() for _ in range(count)], device=x.device)
+        self.pool.write(ids, fields)
+        self.table[sequence, used : used + count] = ids.int()
+        self.used[sequence] += count
+
+    def reserve(self, sequence: int, n: int) -> None:
+        """Makes room for a sequence of n tokens. Raises CacheFullError if that takes more pages than were reserved."""
+        pages = self.format.window.pages(n, self.format.t)
+        needed = pages - self.used[sequence]
+        if pages <= self.table.shape[1] and needed <= len(self.free):
+            return
+        if self.fixed:
+            limit = self.table.shape[1] * self.format.t + self.window.shape[1] + self.sinks.shape[1] - 1
+            raise CacheFullError(
+                f"sequence {sequence} needs {pages} pages, {self.table.shape[1]} were reserved (up to {limit} tokens): "
+                "reserve more (max_tokens=), or leave max_tokens out to let the cache grow"
+            )
+        if pages > self.table.shape[1]:
+            self.table = F.pad(self.table, (0, max(pages, 2 * self.table.shape[1]) - self.table.shape[1]))
+        if needed > len(self.free):
+            capacity = max(self.pool.capacity + needed, 2 * self.pool.capacity)
+            self.free = list(range(capacity - 1, self.pool.capacity - 1, -1)) + self.free
+            self.pool = self.pool.grown(capacity)
+            self._reader = None
+
+    def select(self, sequences: list[int]) -> None:
+        """Makes the batch the given old sequences (any may be repeated or left out). Pages that nobody owns become free.
+
+        A repeated sequence gets its own copy of the table but shares full pages, which are never written again.
+        """
+        index = torch.tensor(sequences, device=self.table.device)
+        self.sinks, self.window = self.sinks[index], self.window[index]
+        self.filled = [self.filled[i] for i in sequences]
+        self.table = self.table[index]
+        self.used = [self.used[i] for i in sequences]
+        owned = {page for i in range(len(sequences)) for page in self.pages_of(i).tolist()}
+        self.free = [page for page in range(self.pool.capacity - 1, -1, -1) if page not in owned]
+
+
+class LayerCache:
+    """Cache of one layer for `b` sequences. Query heads h_q = g * h_kv; tensors as transformers hands them out."""
+
+    def __init__(self, bundle: Bundle, layer: int, b: int, reserved: int | None, dtype: torch.dtype, rotation: Rotation):
+        formats, model = bundle.layers[layer], bundle.model
+        self.device, self.rotation = rotation.inv_freq.device, rotation
+        self.lengths, self.offsets = [0] * b, [0] * b
+        self.key, self.value = (
+            Side(fmt, Codec(PageGeometry.of(fmt, model.h_kv, model.d), bundle.side_tensors(layer, side), self.device),
+                 b, reserved, dtype)
+            for side, fmt in (("key", formats.key), ("value", formats.value))
+        )  # fmt: skip
+        self.unrotate = rotation if formats.key.domain == "pre_rope" else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.key.nbytes + self.value.nbytes
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> Tensor:
+        """Causal attention of m new tokens over the cache and themselves; then they are appended.
+
+        q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE; positions int64 [b or 1, m]; valid bool [b, m] marks real
+        tokens (None: all are). Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
+        Raises ValueError where a sequence's positions do not follow each other, CacheFullError where the reserve is used up.
+        """
+        b, m = q.shape[0], q.shape[2]
+        positions = positions.expand(b, m)
+        if valid is None and not any(self.lengths):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
+            for i in range(b):
+                self._append(i, k[i], v[i], positions[i])
+            return out
+        out = q.new_zeros(b, m, q.shape[1], q.shape[3])
+        for i in range(b):
+            rows = slice(None) if valid is None else valid[i].nonzero()[:, 0]
+            qi, ki, vi, pi = q[i][:, rows], k[i][:, rows], v[i][:, rows], positions[i][rows]
+            if pi.numel():
+                self._check_positions(i, pi)
+                out[i, rows] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
+                self._append(i, ki, vi, pi)
+        return out
+
+    def _append(self, i: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        self._check_positions(i, positions)
+        n = self.lengths[i]
+        if not n:
+            self.offsets[i] = int(positions[0])
+        for side in (self.key, self.value):  # first both, so that a full cache leaves neither longer than the other
+            side.reserve(i, n + k.shape[1])
+        self.key.append(i, k.transpose(0, 1), n, self.unrotate, self.offsets[i])
+        self.value.append(i, v.transpose(0, 1), n, None, self.offsets[i])
+        self.lengths[i] = n + k.shape[1]
+
+    def _check_positions(self, i: int, positions: Tensor) -> None:
+        start = self.offsets[i] + self.lengths[i] if self.lengths[i] else int(positions[0])
+        expected = torch.arange(start, start + positions.numel(), device=positions.device)
+        if not torch.equal(positions, expected):
+            raise ValueError(
+                f"sequence {i}: positions {positions.tolist()[:8]}... do not continue at {start}: "
+                "tokens of a sequence must follow each other (pass an attention mask with padded batches)"
+            )
+
+    def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """q [h_q, m, d], k and v [h_kv, m, d] of sequence i -> [h_q, m, d]."""
+        m = q.shape[1]
+        if m > FUSED_QUERIES or self.device.type != "cpu" or not self.lengths[i]:
+            return self._attend_dense(i, q, k, v, scaling)
+        h_kv, d = k.shape[0], k.shape[2]
+        rows = q.float().reshape(h_kv, -1, d)  # query heads of a kv head are neighbours: [h_kv, g * m, d]
+        weights = (self._scores(i, rows, k.float(), m) * scaling).softmax(-1)
+        return self._values(i, weights, v.float()).reshape(q.shape)
+
+    def _scores(self, i: int, rows: Tensor, k: Tensor, m: int) -> Tensor:
+        """Unscaled scores float32 [h_kv, g * m, n + m] of all cached and the m new tokens, causal."""
+        sinks, newest = (x.float().permute(1, 2, 0) for x in self.key.exact(i, self.lengths[i]))
+        fresh = (rows @ k.transpose(1, 2)).unflatten(1, (-1, m))
+        later = torch.ones(m, m, dtype=torch.bool).triu(1)
+        fresh = fresh.masked_fill(later, -torch.inf).flatten(1, 2)
+        return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, fresh], -1)
+
+    def _paged_scores(self, i: int, rows: Tensor) -> Tensor:
+        pages, t = self.key.pages_of(i), self.key.format.t
+        if not pages.numel():
+            return rows.new_empty(*rows.shape[:2], 0)
+        if self.unrotate is None:
+            none = torch.empty(0, 0)
+            return self.key.reader.scores(rows, pages, none, none, None)
+        first = self.offsets[i] + self.key.format.window.sinks
+        cos, sin = (x[first : first + pages.numel() * t] for x in self.rotation.table(first + pages.numel() * t))
+        return self.key.reader.scores(rows, pages, cos, sin, (self.rotation.first, self.rotation.second))
+
+    def _values(self, i: int, weights: Tensor, v: Tensor) -> Tensor:
+        """Weighted sum float32 [h_kv, g * m, d] of all cached and the new values."""
+        sinks, newest = (x.float().transpose(0, 1) for x in self.value.exact(i, self.lengths[i]))
+        pages, t = self.value.pages_of(i), self.value.format.t
+        sizes = [sinks.shape[1], pages.numel() * t, newest.shape[1], v.shape[1]]
+        to_sinks, to_pages, to_newest, to_fresh = weights.split(sizes, -1)
+        out = to_sinks @ sinks + to_newest @ newest + to_fresh @ v
+        return out + self.value.reader.weighted_sum(to_pages, pages) if pages.numel() else out
+
+    def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """The same by decoding all pages first: for many queries at once, and for devices without page kernels."""
+        m, n = q.shape[1], self.lengths[i]
+        keys = self._dense_side(i, self.key, k, q.dtype)
+        values = self._dense_side(i, self.value, v, q.dtype)
+        visible = torch.ones(m, n + m, dtype=torch.bool, device=q.device).tril(n)
+        return F.scaled_dot_product_attention(
+            q[None], keys[None], values[None], attn_mask=visible, scale=scaling, enable_gqa=True
+        )[0]
+
+    def _dense_side(self, i: int, side: Side, fresh: Tensor, dtype: torch.dtype) -> Tensor:
+        """All tokens of a side after RoPE, [h_kv, n + m, d]."""
+        sinks, newest = (x.transpose(0, 1).to(dtype) for x in side.exact(i, self.lengths[i]))
+        if not side.used[i]:
+            return torch.cat([sinks, newest, fresh], 1)
+        paged = side.dense(i).transpose(0, 1)
+        if side is self.key and self.unrotate is not None:
+            first = self.offsets[i] + side.format.window.sinks
+            paged = self.unrotate.rotate(paged, torch.arange(first, first + paged.shape[1], device=paged.device))
+        return torch.cat([sinks, paged.to(dtype), newest, fresh], 1)
+
+    def select(self, sequences: list[int]) -> None:
+        """Makes the batch the given old sequences, in this order."""
+        self.lengths = [self.lengths[i] for i in sequences]
+        self.offsets = [self.offsets[i] for i in sequences]
+        self.key.select(sequences)
+        self.value.select(sequences)
+
+
+class KVCache:
+    """Compressed cache of a whole model for `b` sequences.
+
+    bundle      loaded by `artifacts.load`
+    b           sequences
+    max_tokens  tokens to reserve for, per sequence: then nothing is ever allocated again and `nbytes` equals
+                `b * bundle.geometry.cache_bytes(max_tokens, itemsize)`; None: pages are allocated by doubling
+    dtype       of sinks and window: the model's
+    device      where the cache lives. On the CPU decode steps run on the page kernels (numba); elsewhere on the torch codec
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        b: int,
+        max_tokens: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        if b < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
+        self.bundle = bundle
+        self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
+        self.layers = [LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation) for layer in range(bundle.model.l)]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)
+
+    @property
+    def b(self) -> int:
+        """Sequences."""
+        return len(self.layers[0].lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cached tokens of each sequence."""
+        return list(self.layers[-1].lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated by all layers. The table of rotation angles, shared by all layers, is work space on top."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bits(self) -> float:
+        """Bits per cached number with everything counted: `nbytes` and the bundle's tensors over the numbers held."""
+        model = self.bundle.model
+        shared = sum(side.geometry.bundle_bytes for layer in self.layers for side in (layer.key, layer.value))
+        numbers = 2 * model.l * model.h_kv * model.d * sum(self.lengths)
+        return 8 * (self.nbytes + shared) / numbers if numbers else float("nan")
+
+    def select(self, sequences: list[int]) -> None:
+        """Makes the batch the given old sequences: reorders, repeats (sharing pages) or drops them."""
+        for layer in self.layers:
+            layer.select(sequences)

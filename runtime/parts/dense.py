@@ -1,0 +1,112 @@
+"""`dense` in torch: the readable reference that the CPU and CUDA kernels are held against.
+
+All arithmetic is float32. A number x of a vector with range (lo, hi) has `zero = (hi + lo) / 2`, `scale = (hi - lo) / 2`, is
+normalized to `a = (x - zero) * (1 / scale)`, and takes the nearest value of the codebook (a tie goes to the lower one).
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from artifacts import codebooks
+from artifacts.errors import FormatError
+from artifacts.fields import PageShape
+from artifacts.parts import Dense
+from runtime import codes
+
+HALF_MAX = 65504.0
+
+
+def codebook(part: Dense, tables: dict[str, Tensor], device: torch.device) -> Tensor:
+    """Values of the codes, ascending, float32 [2**bits]."""
+    if part.codebook == "nuq":
+        return tables["signposts"]
+    formula = codebooks.uniform if part.codebook == "uniform" else codebooks.normal_float
+    return torch.from_numpy(formula(part.bits).astype(np.float32)).to(device)
+
+
+def encode(
+    part: Dense, shape: PageShape, x: Tensor, outliers: Tensor | None, tables: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Encodes pages x, float32 [p, t, h_kv, d]. Numbers in `outliers` (bool, same shape, or None) do not widen ranges.
+
+    Returns the page's fields, each [p, (h_kv,) *field shape], and the decoded numbers.
+    Raises FormatError if an online scale or zero point exceeds float16.
+    """
+    scale, zero = _ranges(part, shape, x, outliers, tables)
+    values = codebook(part, tables, x.device)
+    edges = 0.5 * (values[:-1] + values[1:])
+    chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges)
+    fields = {"codes": codes.pack(chosen.transpose(1, 2), part.bits)}
+    if part.scales == "online":
+        fields |= {"scale": _stored(scale), "zero": _stored(zero)}
+    return fields, _spread(zero, shape) + _spread(scale, shape) * values[chosen]
+
+
+def normalize(
+    part: Dense, shape: PageShape, x: Tensor, outliers: Tensor | None, tables: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Normalized numbers of pages x (float32 [p, t, h_kv, d]) and the scales, which broadcast over them."""
+    scale, zero = _ranges(part, shape, x, outliers, tables)
+    return _normalized(x, scale, zero, shape), _spread(scale, shape)
+
+
+def decode(part: Dense, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
+    """Numbers float32 [p, t, h_kv, d] from the page's fields."""
+    chosen = codes.unpack(fields["codes"], part.bits).transpose(1, 2)
+    values = codebook(part, tables, chosen.device)
+    scale, zero = (_scales(part, shape, name, fields, tables) for name in ("scale", "zero"))
+    return _spread(zero, shape) + _spread(scale, shape) * values[chosen]
+
+
+def _normalized(x: Tensor, scale: Tensor, zero: Tensor, shape: PageShape) -> Tensor:
+    """(x - zero) * (1 / scale); a vector without range gives 0."""
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    return (x - _spread(zero, shape)) * _spread(inverse, shape)
+
+
+def _scales(part: Dense, shape: PageShape, name: str, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
+    """Scales (or zero points) as float32 [p or 1, *part.scale_shape]."""
+    if part.scales == "bundle":
+        return tables[name].reshape(1, *part.scale_shape(shape))
+    stored = fields[name].float()
+    return stored.unsqueeze(2) if stored.dim() == 3 else stored.transpose(1, 2)
+
+
+def _stored(scales: Tensor) -> Tensor:
+    """[p, T, h, c] as the page field: float16 [p, h, T, c], or [p, T, c] where all heads share it."""
+    half = scales.half()
+    return half.squeeze(2) if scales.shape[2] == 1 else half.transpose(1, 2)
+
+
+def _ranges(
+    part: Dense, shape: PageShape, x: Tensor, outliers: Tensor | None, tables: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, float32 [p or 1, *part.scale_shape], rounded as they are stored."""
+    if part.scales == "bundle":
+        return tuple(_scales(part, shape, name, {}, tables) for name in ("scale", "zero"))  # type: ignore[return-value]
+    keep = None if outliers is None else ~outliers
+    low = _grouped(x if keep is None else torch.where(keep, x, torch.inf), part, shape).amin((2, 4, 6))
+    high = _grouped(x if keep is None else torch.where(keep, x, -torch.inf), part, shape).amax((2, 4, 6))
+    empty = low > high  # every number of the vector is an outlier
+    low, high = (torch.where(empty, 0.0, bound) for bound in (low, high))
+    scale, zero = 0.5 * (high - low), 0.5 * (high + low)
+    worst = max(scale.max().item(), zero.abs().max().item()) if scale.numel() else 0.0
+    if not worst <= HALF_MAX:
+        raise FormatError(f"a scale or zero point of {worst:g} does not fit float16 (largest {HALF_MAX:g}): is the model sound?")
+    return scale.half().float(), zero.half().float()
+
+
+def _grouped(x: Tensor, part: Dense, shape: PageShape) -> Tensor:
+    """[p, t, h, d] as [p, T, t/T, H, h/H, C, d/C], where (T, H, C) = part.scale_shape."""
+    groups = part.scale_shape(shape)
+    sizes = [s for g, n in zip(groups, (shape.t, shape.h_kv, shape.d), strict=True) for s in (g, n // g)]
+    return x.reshape(x.shape[0], *sizes)
+
+
+def _spread(scales: Tensor, shape: PageShape) -> Tensor:
+    """[p, T, H, C] repeated to [p, t or 1, h or 1, d or 1] so that it broadcasts over the page."""
+    for axis, size in ((1, shape.t), (3, shape.d)):
+        if 1 < scales.shape[axis] < size:
+            scales = scales.repeat_interleave(size // scales.shape[axis], axis)
+    return scales

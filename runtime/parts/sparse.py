@@ -1,0 +1,94 @@
+"""`sparse` in torch: which numbers are outliers, and their lists."""
+
+import torch
+from torch import Tensor
+
+from artifacts.fields import PageShape
+from artifacts.parts import Sparse
+from artifacts.parts.sparse import BLOCK, BLOCK_LIMIT
+
+
+def select(part: Sparse, shape: PageShape, x: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    """Outliers of pages x, float32 [p, t, h_kv, d], as a bool mask that never exceeds the page's slots."""
+    if part.thresholds == "online":
+        return _limit_blocks(_extremes(x, part.per_end(shape)), x, shape)
+    lower, upper = tables["lower"], tables["upper"]
+    excess = torch.maximum(lower - x, x - upper) / (0.5 * (upper - lower)).clamp_min(torch.finfo(torch.float32).tiny)
+    mask = _limit_blocks(excess > 0, excess, shape)
+    return _limit_pages(mask, excess, part.slots(shape))
+
+
+def encode(
+    part: Sparse, shape: PageShape, residual: Tensor, outliers: Tensor, tables: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Stores `residual` (float32 [p, t, h_kv, d], what the parts before left) where the mask `outliers` is set.
+
+    Corrections beyond float16 saturate at its largest finite number.
+    """
+    p, n = residual.shape[0], part.slots(shape)
+    mask = outliers.transpose(1, 2).reshape(p, -1)  # by head, then token, then channel
+    page, position = mask.nonzero(as_tuple=True)
+    per_head = mask.view(p, shape.h_kv, -1).sum(-1)
+    start = torch.nn.functional.pad(per_head.cumsum(-1), (1, 0))
+    slot = torch.arange(page.numel(), device=page.device) - (start[:, -1].cumsum(0) - start[:, -1])[page]
+    numbers = residual.transpose(1, 2).reshape(p, -1)[page, position]
+    half = numbers.clamp(-65504.0, 65504.0).half()
+    index = torch.zeros(p, n, dtype=torch.uint8, device=residual.device)
+    correction = torch.zeros(p, n, dtype=torch.float16, device=residual.device)
+    index[page, slot] = (position % BLOCK).to(torch.uint8)
+    correction[page, slot] = half
+    count = mask.view(p, shape.h_kv, -1, BLOCK).sum(-1).to(torch.uint8)
+    approximation = torch.zeros_like(mask, dtype=torch.float32)
+    approximation[page, position] = half.float()
+    fields = {"start": start.to(torch.int32), "count": count, "index": index, "correction": correction}
+    return fields, _by_token(approximation, shape)
+
+
+def decode(part: Sparse, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
+    """Corrections as numbers float32 [p, t, h_kv, d], zero where there is no outlier."""
+    count = fields["count"].flatten(1).long()  # [p, blocks of all heads]
+    p, blocks = count.shape
+    ends = count.cumsum(-1)
+    slots = torch.arange(fields["index"].shape[1], device=count.device).expand(p, -1)
+    used = slots < ends[:, -1:]
+    block = torch.searchsorted(ends, slots.contiguous(), right=True).clamp_max(blocks - 1)
+    position = block * BLOCK + fields["index"].long()
+    out = torch.zeros(p, blocks * BLOCK, device=count.device)
+    page = torch.arange(p, device=count.device)[:, None].expand_as(position)
+    out[page[used], position[used]] = fields["correction"][used].float()
+    return _by_token(out, shape)
+
+
+def _by_token(flat: Tensor, shape: PageShape) -> Tensor:
+    """[p, h * t * d] to [p, t, h, d]."""
+    return flat.view(-1, shape.h_kv, shape.t, shape.d).transpose(1, 2)
+
+
+def _extremes(x: Tensor, per_end: int) -> Tensor:
+    """Mask of the `per_end` smallest and largest numbers of every token; ties go to the lower channel (stable sort)."""
+    flat = x.flatten(2)
+    order = flat.sort(dim=-1, stable=True).indices
+    chosen = torch.cat([order[..., :per_end], order[..., max(per_end, flat.shape[-1] - per_end) :]], -1)
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, chosen, True).view_as(x)
+
+
+def _limit_blocks(mask: Tensor, rank: Tensor, shape: PageShape) -> Tensor:
+    """Clears one number (the least by `rank`) of each block in which all 256 are set: a count has to fit one byte."""
+    blocks = mask.transpose(1, 2).reshape(mask.shape[0], shape.h_kv, -1, BLOCK)
+    full = blocks.sum(-1) > BLOCK_LIMIT
+    if not full.any():
+        return mask
+    least = rank.abs().transpose(1, 2).reshape(blocks.shape).argmin(-1, keepdim=True)
+    blocks = blocks.scatter(-1, least, blocks.gather(-1, least) & ~full[..., None])
+    return _by_token(blocks.flatten(1), shape)
+
+
+def _limit_pages(mask: Tensor, excess: Tensor, slots: int) -> Tensor:
+    """Keeps at most `slots` numbers per page, those with the largest excess (ties: by token, head, channel)."""
+    over = (mask.flatten(1).sum(-1) > slots).nonzero()[:, 0]
+    for page in over.tolist():
+        flat = torch.where(mask[page], excess[page], -torch.inf).flatten()
+        kept = torch.zeros_like(flat, dtype=torch.bool)
+        kept[flat.sort(dim=-1, descending=True, stable=True).indices[:slots]] = True
+        mask[page] = kept.view_as(mask[page])
+    return mask
