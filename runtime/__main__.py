@@ -1,0 +1,94 @@
+"""`python -m runtime generate --bundle B --model M --prompt "..."`: text from a model with a compressed cache."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from artifacts import Bundle, load
+from artifacts.errors import SignpostError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m runtime", description="Runs models with a compressed KV cache.")
+    commands = top.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="continue a prompt", description="Continues a prompt; streams the text.")
+    generate.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
+    generate.add_argument("--model", required=True, help="folder or hub id of the model that the bundle was made for")
+    generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    generate.add_argument("--seed", type=int, default=0, help="for temperature above 0; default: 0")
+    generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's")
+    generate.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0, or 2 with one line on what is wrong."""
+    options = parser().parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        if options.max_new_tokens < 1 or options.temperature < 0:
+            raise SignpostError(
+                f"--max-new-tokens {options.max_new_tokens} --temperature {options.temperature}: "
+                "at least 1 token, and a temperature of 0 or more"
+            )
+        _generate(options, load(options.bundle), console)
+    except (SignpostError, OSError) as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return 2
+    except ImportError as error:
+        console.print(f"[bold red]error:[/] {error}: pip install 'signpost-kv[hf]'", highlight=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:
+    import torch
+    from transformers import TextStreamer
+
+    from runtime.hf import SignpostCache, load_causal_lm
+
+    model, tokenizer = load_causal_lm(options.model, options.dtype, options.device)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = tokenizer(text, return_tensors="pt").to(model.device)
+    length = prompt["input_ids"].shape[1]
+    if not length:
+        raise SignpostError("the prompt is empty: give some text")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and length + options.max_new_tokens > limit:
+        raise SignpostError(
+            f"prompt of {length} tokens and {options.max_new_tokens} new ones exceed the model's {limit} positions: "
+            "shorten one of them"
+        )
+    cache = SignpostCache(model, bundle, max_tokens=length + options.max_new_tokens)
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if options.temperature:
+        torch.manual_seed(options.seed)
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": None, "top_k": 0}
+    start = time.perf_counter()
+    ids = model.generate(
+        **prompt, past_key_values=cache, max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True), **sampling,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    new = ids.shape[1] - length
+    assert cache.kv is not None
+    # The last token is never fed back, so it is not in the cache.
+    console.print(
+        f"{new} tokens in {seconds:.2f} s ({new / seconds:.1f} tokens/s, prompt of {length} included) · "
+        f"cache {cache.nbytes} bytes for {cache.kv.lengths[0]} tokens · {cache.bits:.2f} bits per number, everything counted",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
