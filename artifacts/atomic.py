@@ -3,43 +3,44 @@
 import ctypes
 import errno
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from artifacts.errors import BundleError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)  # what rename says of a folder with files, or a mount point
+_CANNOT_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV, errno.EBUSY)
 
 
-def replace_folder(destination: Path, files: Mapping[str, bytes], marker: str) -> Path:
-    """Makes `destination` a folder that holds exactly `files`. Returns it.
+def replace_folder(destination: Path, files: Mapping[str, bytes], ours: Collection[str]) -> Path:
+    """Makes `destination` a folder that holds exactly `files`. Returns its path with symbolic links followed.
 
-    A folder that is already there is replaced only if it holds the file `marker` or nothing at all, so that a mistyped path
-    never costs foreign files (BundleError). Everything is written and synced beside the destination first, then swapped in
-    by one system call. OSError (disk full, no permission) leaves the destination as it was.
+    A folder that is already there is replaced only if it holds nothing but names of `ours`, so that a mistyped path
+    never costs foreign files (BundleError). Everything is written and synced beside the destination first, then moved
+    or swapped in by one system call. OSError (disk full, no permission) leaves the destination as it was, save where
+    the very last step, syncing the parent folder, is refused: then the new files are in place. A killed process leaves
+    at most a folder `.saving-*` beside the destination, which nothing reads.
     """
-    destination = destination.absolute()
+    destination = Path(os.path.realpath(destination))
     if destination.exists() and not destination.is_dir():
         raise BundleError(f"{destination} is a file: name a folder")
-    if destination.is_dir() and any(destination.iterdir()) and not (destination / marker).is_file():
-        raise BundleError(f"{destination} is a folder without {marker}, so not ours to replace: name a new or empty folder")
+    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - set(ours))):
+        raise BundleError(f"{destination} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent))
+    staging = destination.parent / f".saving-{secrets.token_hex(8)}"
+    staging.mkdir()
     try:
-        os.chmod(staging, 0o755)
         for name, data in files.items():
             _write(staging / name, data)
         _sync(staging)
-        if destination.exists():
-            _exchange(staging, destination)
-        else:
-            os.rename(staging, destination)
+        _put(staging, destination)
         _sync(destination.parent)
     finally:
-        # After the swap the staging name holds the old folder; after an error, the unfinished one.
+        # After a swap the staging name holds the old folder; after an error, the unfinished one.
         shutil.rmtree(staging, ignore_errors=True)
     return destination
 
@@ -59,8 +60,18 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
+def _put(staging: Path, destination: Path) -> None:
+    """Moves the folder `staging` to `destination`, a free name or an empty folder, or swaps it with a full one."""
+    try:
+        os.rename(staging, destination)
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+        _exchange(staging, destination)
+
+
 def _exchange(one: Path, other: Path) -> None:
-    """Swaps two folders by renameat2(RENAME_EXCHANGE). Raises BundleError where the system or file system has no such call."""
+    """Swaps two folders by renameat2(RENAME_EXCHANGE). Raises BundleError where the system or file system cannot."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         code = errno.ENOSYS
@@ -68,9 +79,9 @@ def _exchange(one: Path, other: Path) -> None:
         return
     else:
         code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+    if code in _CANNOT_SWAP:
         raise BundleError(
-            f"the file system of {other} cannot swap folders atomically ({os.strerror(code)}): "
-            "remove the old bundle first, or save to a new path and rename it"
+            f"{other} cannot be swapped atomically on its file system ({os.strerror(code)}): "
+            "remove the old bundle first, or save to a new path"
         )
     raise OSError(code, os.strerror(code), str(other))

@@ -1,6 +1,7 @@
 """The bundle: a folder with `manifest.json`, `tensors.safetensors` and, once evaluated, `evaluation.json`.
 
-Schema version 1. The manifest holds formats, model fingerprint, calibration provenance and the SHA-256 of every other file.
+Schema version 1. The manifest holds formats, model fingerprint, calibration provenance, the SHA-256 of every other file
+and, under `sha256`, that of its own content but the date: two bundles with the same `sha256` are the same.
 """
 
 import hashlib
@@ -8,8 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from safetensors.numpy import load as parse_tensors
 from safetensors.numpy import save as dump_tensors
 
 from artifacts.atomic import replace_folder
-from artifacts.errors import BundleCorruptError, BundleNotFoundError, BundleVersionError, FormatError
+from artifacts.errors import BundleCorruptError, BundleError, BundleNotFoundError, BundleVersionError, FormatError
 from artifacts.fields import PageShape, TensorSpec
 from artifacts.format import LayerFormat, from_json, to_json
 from artifacts.geometry import CacheGeometry
@@ -30,9 +32,10 @@ MANIFEST_LIMIT = 16 << 20  # bytes; a manifest of 1000 layers is below 1 MiB
 SIDES = ("key", "value")
 
 Tensor = NDArray[np.generic]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bundle:
     """What calibration learned about one model.
 
@@ -88,64 +91,86 @@ class Bundle:
         return replace(self, evaluation=evaluation)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the bundle to folder `path`, atomically: the folder holds the old bundle or the new one, never a mixture.
+        """Writes the bundle to folder `path`, atomically: it holds the old bundle or the new one, never a mixture.
 
-        Raises BundleError where `path` is something else than a bundle, OSError where the disk refuses (the old bundle is
-        then untouched).
+        Raises BundleError where `path` is something else than a bundle, ValueError and TypeError where calibration or
+        evaluation are not plain finite JSON data, OSError where the disk refuses. See `replace_folder`.
         """
-        files = {TENSORS: dump_tensors({name: np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)})}
+        files = {
+            TENSORS: dump_tensors({name: np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)})
+        }
         if self.evaluation is not None:
             files[EVALUATION] = _dump_json(self.evaluation)
         files[MANIFEST] = _dump_json(self._manifest(files))
-        return replace_folder(Path(path), files, marker=MANIFEST)
+        if len(files[MANIFEST]) > MANIFEST_LIMIT:
+            raise BundleError(
+                f"{MANIFEST} would take {len(files[MANIFEST])} bytes, at most {MANIFEST_LIMIT} can be read back: "
+                "keep less in `calibration`"
+            )
+        return replace_folder(Path(path), files, ours=(MANIFEST, TENSORS, EVALUATION))
 
     def _manifest(self, files: Mapping[str, bytes]) -> dict[str, Any]:
         distinct = list(dict.fromkeys(self.layers))
-        return {
+        manifest = {
             "schema_version": SCHEMA_VERSION,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": self.recipe,
             "model": asdict(self.model),
-            "formats": [{side: _format_json(getattr(f, side)) for side in SIDES} for f in distinct],
+            "formats": [to_json(f) for f in distinct],
             "layers": [distinct.index(f) for f in self.layers],
             "calibration": self.calibration,
-            "files": {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()},
+            "files": {name: asdict(_File.of(data)) for name, data in files.items()},
         }
+        return manifest | {"sha256": _seal(manifest)}
+
+
+@dataclass(frozen=True)
+class _File:
+    """What the manifest says of another file: size in bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> "_File":
+        return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 def load(path: str | Path) -> Bundle:
     """Reads and verifies the bundle in folder `path`.
 
-    Raises BundleNotFoundError, BundleVersionError (written by a newer Signpost) or BundleCorruptError (anything that is not
-    exactly what was written: truncated, altered or missing files, bad JSON, wrong shapes, numbers that are not finite).
+    Raises BundleNotFoundError, BundleVersionError (written by a newer Signpost) or BundleCorruptError (anything that is
+    not exactly what was written: truncated, altered or missing files, bad JSON, wrong shapes, numbers that are not
+    finite). One that is replaced while it is being read may be refused: load it again.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
     try:
-        files = {name: _read_file(folder, name, entry) for name, entry in _table(manifest, "files").items()}
+        manifest = _read_manifest(folder)
+        records = {name: from_json(_File, f, f"files.{name}") for name, f in _entry(manifest, "files", dict).items()}
+        files = {name: _read_file(folder, name, record) for name, record in records.items()}
         if TENSORS not in files:
-            raise BundleCorruptError(f"{folder / MANIFEST}: does not list {TENSORS}")
-        formats = [from_json(LayerFormat, f, f"formats[{i}]") for i, f in enumerate(_list(manifest, "formats"))]
+            raise BundleCorruptError(f"{folder / MANIFEST}: does not list {TENSORS}. Fetch the bundle again")
+        formats = [from_json(LayerFormat, f, f"formats[{i}]") for i, f in enumerate(_entry(manifest, "formats", list))]
         return Bundle(
-            recipe=str(manifest.get("recipe")),
+            recipe=_entry(manifest, "recipe", str),
             model=from_json(ModelFingerprint, manifest.get("model"), "model"),
-            layers=tuple(formats[_index(i, len(formats))] for i in _list(manifest, "layers")),
-            tensors=parse_tensors(files[TENSORS]),
-            calibration=_table(manifest, "calibration"),
+            layers=tuple(formats[_index(i, len(formats))] for i in _entry(manifest, "layers", list)),
+            tensors=_parse_tensors(files[TENSORS], folder / TENSORS),
+            calibration=_entry(manifest, "calibration", dict),
             evaluation=_parse_json(files[EVALUATION], folder / EVALUATION) if EVALUATION in files else None,
         )
-    except (FormatError, SafetensorError) as error:
+    except (FormatError, RecursionError) as error:
         raise BundleCorruptError(f"{folder}: {error}. Calibrate again or fetch the bundle again") from error
-
-
-def _format_json(fmt: Any) -> dict[str, Any]:
-    data = to_json(fmt)
-    return {k: to_json(getattr(fmt, k)) if isinstance(v, dict) else v for k, v in data.items()}
 
 
 def _dump_json(data: Mapping[str, Any]) -> bytes:
     """Indented JSON; NaN and infinity have no place in it (ValueError)."""
     return (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything in the manifest but the date and the seal itself."""
+    return hashlib.sha256(_dump_json({k: v for k, v in manifest.items() if k not in ("created", "sha256")})).hexdigest()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -155,14 +180,27 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def _finite(literal: str) -> float:
+    if not isfinite(value := float(literal)):
+        raise ValueError(f"{literal} is not a finite number")
+    return value
+
+
 def _parse_json(data: bytes, where: Path) -> dict[str, Any]:
     try:
-        value = json.loads(data, object_pairs_hook=_no_duplicates)
+        value = json.loads(data.decode(), object_pairs_hook=_no_duplicates, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise BundleCorruptError(f"{where}: not valid JSON ({error}). Fetch the bundle again") from error
     if not isinstance(value, dict):
         raise BundleCorruptError(f"{where}: holds a {type(value).__name__}, not a table. Fetch the bundle again")
     return value
+
+
+def _parse_tensors(data: bytes, where: Path) -> dict[str, Tensor]:
+    try:
+        return parse_tensors(data)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
+        raise BundleCorruptError(f"{where}: not valid safetensors ({error}). Fetch the bundle again") from error
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -181,37 +219,31 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise BundleVersionError(
             f"{path}: schema version {version}, this Signpost reads up to {SCHEMA_VERSION}: pip install -U signpost-kv"
         )
+    if manifest.get("sha256") != _seal(manifest):
+        raise BundleCorruptError(f"{path}: altered since it was written (its SHA-256 differs). Fetch the bundle again")
     return manifest
 
 
-def _read_file(folder: Path, name: str, entry: Any) -> bytes:
+def _read_file(folder: Path, name: str, record: _File) -> bytes:
     """The file's bytes, after size and hash have been checked."""
     if name not in (TENSORS, EVALUATION):
-        raise BundleCorruptError(f"{folder / MANIFEST}: lists {name!r}; a bundle holds {TENSORS} and {EVALUATION} only")
+        raise BundleCorruptError(
+            f"{folder / MANIFEST}: lists {name!r}; bundles hold only {TENSORS} and {EVALUATION}. Fetch the bundle again"
+        )
     path = folder / name
-    size = entry.get("bytes") if isinstance(entry, dict) else None
     if not path.is_file():
         raise BundleCorruptError(f"{path} is missing. Fetch the bundle again")
-    if path.stat().st_size != size:
-        raise BundleCorruptError(f"{path}: {path.stat().st_size} bytes, the manifest says {size}. Fetch the bundle again")
-    data = path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != entry.get("sha256"):
-        raise BundleCorruptError(f"{path}: SHA-256 is {digest}, the manifest says {entry.get('sha256')}. Fetch the bundle again")
+    if (size := path.stat().st_size) != record.size:
+        raise BundleCorruptError(f"{path}: {size} bytes, the manifest says {record.size}. Fetch the bundle again")
+    if _File.of(data := path.read_bytes()) != record:
+        raise BundleCorruptError(f"{path}: altered since it was written (its SHA-256 differs). Fetch the bundle again")
     return data
 
 
-def _table(manifest: dict[str, Any], key: str) -> dict[str, Any]:
+def _entry(manifest: Mapping[str, Any], key: str, kind: type[T]) -> T:
     value = manifest.get(key)
-    if not isinstance(value, dict):
-        raise FormatError(f"{MANIFEST}: {key} must be a table, not {value!r}")
-    return value
-
-
-def _list(manifest: dict[str, Any], key: str) -> list[Any]:
-    value = manifest.get(key)
-    if not isinstance(value, list):
-        raise FormatError(f"{MANIFEST}: {key} must be a list, not {value!r}")
+    if not isinstance(value, kind):
+        raise FormatError(f"{MANIFEST}: {key} must be of type {kind.__name__}, not {value!r}")
     return value
 
 
@@ -223,7 +255,9 @@ def _index(value: Any, count: int) -> int:
 
 def _check_tensor(name: str, tensor: Tensor, spec: TensorSpec) -> None:
     if tensor.dtype != np.dtype(spec.dtype) or tensor.shape != spec.shape:
-        raise FormatError(f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, must be {spec.dtype} {list(spec.shape)}")
+        raise FormatError(
+            f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, must be {spec.dtype} {list(spec.shape)}"
+        )
     if not np.isfinite(tensor).all():
         raise FormatError(f"tensor {name} holds numbers that are not finite")
     if name.endswith(".signposts") and not (np.diff(tensor.astype(np.float64)) >= 0).all():

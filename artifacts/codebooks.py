@@ -17,8 +17,8 @@ def uniform(bits: int) -> NDArray[np.float32]:
 def normal_float(bits: int) -> NDArray[np.float32]:
     """NormalFloat (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) scaled to [-1, 1], zero exactly a value.
 
-    2**(bits-1) - 1 values below zero, zero, and 2**(bits-1) above; the outermost probability is the mean of the two sides' half
-    steps, as in QLoRA's 4-bit table. float32 [2**bits].
+    2**(bits-1) - 1 values below zero, zero, and 2**(bits-1) above; the outermost probability is the mean of the two
+    sides' half steps, as in QLoRA's 4-bit table. 1 bit: -1 and 1, without zero. float32 [2**bits].
     """
     check_bits(bits)
     if bits == 1:

@@ -8,6 +8,8 @@ import numpy as np
 
 from artifacts.errors import FormatError
 
+MAX_NUMBERS = (1 << 31) - 1  # numbers of a page: positions and counts are 32-bit
+
 
 @dataclass(frozen=True)
 class PageShape:
@@ -21,6 +23,8 @@ class PageShape:
         for name in ("t", "h_kv", "d"):
             if getattr(self, name) < 1:
                 raise FormatError(f"page shape {self}: {name} must be at least 1")
+        if self.numbers > MAX_NUMBERS:
+            raise FormatError(f"{self} holds more than {MAX_NUMBERS} numbers: take pages of fewer tokens")
 
     @property
     def numbers(self) -> int:

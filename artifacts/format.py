@@ -1,6 +1,7 @@
 """A format says what pages of keys (or of values) hold: a sum of parts, plus the window that is not in pages at all."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from sys import float_info
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from artifacts.errors import FormatError
@@ -24,7 +25,7 @@ class Format:
     t: int
     dense: Dense
     sparse: Sparse | None = None
-    window: Window = Window()
+    window: Window = field(default_factory=Window)
     domain: Literal["pre_rope", "post_rope"] = "post_rope"
 
     def __post_init__(self) -> None:
@@ -76,38 +77,40 @@ class LayerFormat:
 
 def to_json(value: Any) -> dict[str, Any]:
     """A format dataclass as plain JSON data, absent parts left out."""
-    return {k: v for k, v in asdict(value).items() if v is not None}
+    return asdict(value, dict_factory=lambda items: {name: item for name, item in items if item is not None})
 
 
 def from_json(cls: type[T], data: Any, where: str) -> T:
-    """Builds dataclass `cls` from JSON data, strictly: unknown, missing and mistyped entries raise FormatError at `where`."""
+    """Builds dataclass `cls` from JSON data, strictly: unknown, missing and mistyped entries raise FormatError."""
     if not isinstance(data, dict):
         raise FormatError(f"{where} must be a table of settings, not {data!r}")
     hints = get_type_hints(cls)
-    known = {f.name for f in fields(cast(Any, cls))}
-    if unknown := sorted(set(data) - known):
-        raise FormatError(f"{where}.{unknown[0]} is not a setting: known ones are {', '.join(sorted(known))}")
+    if unknown := [name for name in data if name not in hints]:
+        raise FormatError(f"{where}.{unknown[0]} is not a setting: known ones are {', '.join(hints)}")
+    required = [f.name for f in fields(cast(Any, cls)) if f.default is f.default_factory is MISSING]
+    if missing := [name for name in required if name not in data]:
+        raise FormatError(f"{where}.{missing[0]} is missing: {', '.join(required)} must be set")
     arguments = {name: _checked(hints[name], value, f"{where}.{name}") for name, value in data.items()}
     try:
         return cls(**arguments)
-    except TypeError as error:
+    except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type; nested dataclasses are built."""
-    options = [hint] if get_origin(hint) is Literal or isinstance(hint, type) else list(get_args(hint))
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if get_origin(option) is Literal:
-            if value in get_args(option) and isinstance(value, str):
-                return value
-            raise FormatError(f"{where}={value!r}: allowed are {', '.join(map(str, get_args(option)))}")
-        if hasattr(option, "__dataclass_fields__"):
-            return from_json(option, value, where)
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if option in (int, str) and type(value) is option:
+    """`value` as the annotated type: int, float, str, literal, dataclass (which is built), or one of these or None."""
+    if type(None) in get_args(hint):
+        if value is None:
+            return None
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if is_dataclass(hint):
+        return from_json(cast(type, hint), value, where)
+    if get_origin(hint) is Literal:
+        if isinstance(value, str) and value in get_args(hint):
             return value
-    raise FormatError(f"{where}={value!r} must be of type {getattr(hint, '__name__', hint)}")
+        raise FormatError(f"{where}={value!r}: allowed are {', '.join(get_args(hint))}")
+    if hint is float and type(value) in (int, float) and abs(value) <= float_info.max:
+        return float(value)
+    if hint is not float and type(value) is hint:
+        return value
+    raise FormatError(f"{where}={value!r} must be {'a finite number' if hint is float else 'of type ' + hint.__name__}")

@@ -1,8 +1,8 @@
 """Page geometry: where every field of a page lies, and what a cache costs. Derived from the format and nothing else.
 
 A page covers t tokens. Each kv head has its own bytes (scope `head`), and what tokens share across heads stands in one
-record per page (scope `layer`). Every field starts at a multiple of 16 bytes and both parts are padded to 16 bytes, so any
-page can be read in 16-byte loads.
+record per page (scope `layer`). Every field starts at a multiple of 16 bytes and both parts are padded to 16 bytes, so
+any page can be read in 16-byte loads.
 """
 
 from collections.abc import Iterable

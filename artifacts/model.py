@@ -1,6 +1,7 @@
 """What a bundle remembers of the model it was made for."""
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Literal
 
 from artifacts.errors import BundleMismatchError, FormatError
@@ -25,6 +26,8 @@ class Rope:
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
             raise FormatError(f"rope.dim={self.dim} must be even and at least 2")
+        if not 0 < self.scaling < inf:
+            raise FormatError(f"rope.scaling={self.scaling} must be a positive finite factor; 1.0 for none")
 
     def pairs(self) -> list[tuple[int, int]]:
         """Channel pair (first, second) of each frequency."""
@@ -42,7 +45,7 @@ class ModelFingerprint:
 
     name: str
     architecture: str
-    l: int  # noqa: E741  (the design's letter for layers)
+    l: int
     h_q: int
     h_kv: int
     d: int
@@ -52,7 +55,9 @@ class ModelFingerprint:
 
     def __post_init__(self) -> None:
         if min(self.l, self.h_q, self.h_kv, self.d) < 1 or self.h_q % self.h_kv:
-            raise FormatError(f"model dimensions l={self.l}, h_q={self.h_q}, h_kv={self.h_kv}, d={self.d} do not fit together")
+            raise FormatError(
+                f"model dimensions l={self.l}, h_q={self.h_q}, h_kv={self.h_kv}, d={self.d} do not fit together"
+            )
         if self.rope.dim > self.d:
             raise FormatError(f"rope.dim={self.rope.dim} is above the head dimension {self.d}")
 

@@ -1,7 +1,8 @@
 """`dense`: b-bit codes of a normalized number, `x = zero + scale * codebook[code]`.
 
 A vector (the numbers that share one scale and zero point) runs along tokens (`axis: channel`) or along channels
-(`axis: token`), whole or in groups. Sources: KVQuant (per channel before RoPE, offline; per token, online), KIVI (groups).
+(`axis: token`), whole or in groups. Sources: KVQuant (per channel before RoPE, offline; per token, online), KIVI
+(groups).
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ class Dense:
 
     bits      width of a code: 1, 2, 3, 4 or 8
     axis      `channel`: one scale per channel; `token`: one scale per token
-    group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens ever (so
-              the scales come from the bundle); with axis `token`, all channels of all kv heads of the token
+    group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
+              ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token
     codebook  `uniform`, `nf` (NormalFloat) or `nuq` (signposts from the bundle)
     scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
     """
@@ -65,12 +66,12 @@ class Dense:
         if self.scales == "bundle":
             return (codes,)
         t, h_kv, c = self.scale_shape(shape)
-        scope = "layer" if h_kv == 1 and not self.group else "head"
+        scope: Literal["head", "layer"] = "layer" if h_kv == 1 and not self.group else "head"
         return (codes, Field("scale", "float16", (t, c), scope), Field("zero", "float16", (t, c), scope))
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """What the bundle holds per layer and side."""
-        tensors = {}
+        tensors: dict[str, TensorSpec] = {}
         if self.scales == "bundle":
             tensors |= {name: TensorSpec("float32", (shape.h_kv, shape.d)) for name in ("scale", "zero")}
         if self.codebook == "nuq":

@@ -1,9 +1,10 @@
 """`sparse`: outliers, kept as float16 corrections on top of the dense part: `x = dense + correction`.
 
-An outlier's correction is exact to float16 (relative 2**-11 of the correction), so parts stay a plain sum and a kernel adds
-its outliers without knowing their codes. Outliers of all kv heads of a page share one list, sorted by head and position, so
-a head that is rich in outliers borrows from one that is poor. A position is (block of 256 numbers, index in the block):
-3 bytes an outlier and 1 byte a block. Sources: KVQuant (dense-and-sparse, per vector and per matrix), GEAR (filter).
+An outlier's correction is exact to float16 (relative 2**-11 of the correction), so parts stay a plain sum and a kernel
+adds its outliers without knowing their codes. Outliers of all kv heads of a page share one list, sorted by head and
+position, so a head that is rich in outliers borrows from one that is poor. A position is (block of 256 numbers, index
+in the block): 3 bytes an outlier and 1 byte a block. Sources: KVQuant (dense-and-sparse, per vector and per matrix),
+GEAR (filter).
 """
 
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ class Sparse:
 
     fraction    share of numbers treated as outliers, half at each end; 0.01 is KVQuant's 1%
     axis        what a vector is: `channel`, `token` (all kv heads of a token), or `matrix` (the layer as a whole)
-    thresholds  `bundle`: calibrated offline (axis channel or matrix); `online`: the ceil(fraction/2 * n) largest and smallest
-                of each vector's n numbers (axis token)
+    thresholds  `bundle`: calibrated offline (axis channel or matrix); `online`: the ceil(fraction/2 * n) largest and
+                smallest of each vector's n numbers (axis token)
     capacity    with thresholds from the bundle: slots per page as a multiple of the expected number. If a page has more
-                outliers, those that exceed their range by most (in units of the range) are kept and the rest are clipped to
-                the range
+                outliers, those that exceed their range by most (in units of the range) are kept and the rest are
+                clipped to the range
     """
 
     fraction: float
@@ -37,7 +38,9 @@ class Sparse:
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 0.25:
-            raise FormatError(f"sparse.fraction={self.fraction} must be above 0 and at most 0.25; leave the part out for none")
+            raise FormatError(
+                f"sparse.fraction={self.fraction} must be above 0 and at most 0.25; leave the part out for none"
+            )
         if (self.axis == "token") != (self.thresholds == "online"):
             raise FormatError(
                 f"sparse.axis={self.axis} does not go with thresholds={self.thresholds}: "
@@ -62,7 +65,7 @@ class Sparse:
         return min(shape.numbers, ceil(self.capacity * self.fraction * shape.numbers))
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
-        """start: where each head's list begins (and the end); count: outliers per block; index, correction: the lists."""
+        """start: where each head's list begins, and the end; count: outliers per block; index, correction: lists."""
         n = self.slots(shape)
         return (
             Field("start", "uint32", (shape.h_kv + 1,), "layer"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from artifacts.errors import FormatError
 
+MAX_TOKENS = (1 << 31) - 1  # positions are 32-bit
+
 
 @dataclass(frozen=True)
 class Window:
@@ -22,8 +24,8 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
-            if getattr(self, name) < 0:
-                raise FormatError(f"window.{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) <= MAX_TOKENS:
+                raise FormatError(f"window.{name}={getattr(self, name)} must lie between 0 and {MAX_TOKENS} tokens")
 
     def pages(self, n: int, t: int) -> int:
         """Full pages of t tokens behind n cached tokens."""

@@ -1,0 +1,36 @@
+"""`rotate`: an orthogonal matrix applied to every head's vectors before the other parts, and undone after them.
+
+The query is rotated once per step, the output un-rotated once; pages never are. Sources: TurboQuant (random rotation),
+QuaRot (randomized Hadamard).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from artifacts.errors import FormatError
+from artifacts.fields import Field, PageShape, TensorSpec
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Parameters of the rotation.
+
+    kind  `haar`: uniformly random; `hadamard`: Sylvester's matrix with random signs (d a power of two)
+    """
+
+    kind: Literal["haar", "hadamard"]
+
+    def check(self, shape: PageShape) -> None:
+        """Raises FormatError where there is no such matrix."""
+        if self.kind == "hadamard" and shape.d & (shape.d - 1):
+            raise FormatError(
+                f"rotate.kind=hadamard needs a head dimension that is a power of two, not {shape.d}: use haar"
+            )
+
+    def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
+        """Nothing in pages."""
+        return ()
+
+    def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
+        """rotation: the matrix P, a row vector x becomes x P; one for all heads of the layer."""
+        return {"rotation": TensorSpec("float32", (shape.d, shape.d))}

@@ -1,0 +1,21 @@
+"""Oracle of NormalFloat, after the authors' script: quantiles of two unequal halves, bisecting the error function."""
+
+from math import erf, sqrt
+
+
+def _quantile(p: float) -> float:
+    low, high = -10.0, 10.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 + erf(middle / sqrt(2))) / 2 < p else (low, middle)
+    return low
+
+
+def normal_float(bits: int) -> list[float]:
+    """2**bits values, ascending, float64; bits at least 2."""
+    half = 2 ** (bits - 1)
+    # The script has 0.9677083 for 4 bits: one minus the mean of 1/32 and 1/30.
+    offset = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
+    positive = [_quantile(offset + (0.5 - offset) * i / half) for i in range(half)]
+    negative = [-_quantile(offset + (0.5 - offset) * i / (half - 1)) for i in range(half - 1)]
+    return [value / positive[0] for value in sorted([*negative, 0.0, *positive])]
