@@ -14,7 +14,7 @@ from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.model import ModelFingerprint, Rope
-from artifacts.parts import Dense, Sparse, Window
+from artifacts.parts import Center, Dense, Rotate, Sparse, Window
 
 __all__ = [
     "Bundle",
@@ -24,6 +24,7 @@ __all__ = [
     "BundleNotFoundError",
     "BundleVersionError",
     "CacheGeometry",
+    "Center",
     "Dense",
     "Format",
     "FormatError",
@@ -32,6 +33,7 @@ __all__ = [
     "PageGeometry",
     "PageShape",
     "Rope",
+    "Rotate",
     "SignpostError",
     "Sparse",
     "Window",

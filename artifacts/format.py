@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
-from artifacts.parts import Dense, Sparse, Window
+from artifacts.parts import Center, Dense, Rotate, Sparse, Window
 
 T = TypeVar("T")
 
@@ -20,6 +20,8 @@ class Format:
     sparse  outliers on top, or None
     window  tokens in full precision
     domain  `pre_rope`: keys before rotary embedding; `post_rope`: keys after it, and values
+    center  means taken off first, or None
+    rotate  orthogonal matrix applied next, or None
     """
 
     t: int
@@ -27,10 +29,27 @@ class Format:
     sparse: Sparse | None = None
     window: Window = field(default_factory=Window)
     domain: Literal["pre_rope", "post_rope"] = "post_rope"
+    center: Center | None = None
+    rotate: Rotate | None = None
 
     def __post_init__(self) -> None:
         if self.t < 1:
             raise FormatError(f"page of t={self.t} tokens: must be at least 1")
+        if self.center and self.domain == "pre_rope":
+            raise FormatError(
+                "center with domain=pre_rope: RoPE turns the means by position, so softmax would see them; "
+                "set domain=post_rope, or leave center out (zero points of channels do the same)"
+            )
+        if self.rotate and self.domain == "pre_rope":
+            raise FormatError(
+                "rotate with domain=pre_rope: the rotation by head does not commute with RoPE, so the query could not be "
+                "rotated once for all tokens; set domain=post_rope, or leave rotate out"
+            )
+
+    @property
+    def transforms(self) -> dict[str, Center | Rotate]:
+        """What is applied to vectors before the parts, by name, in this order; undone in the opposite order."""
+        return {name: t for name, t in (("center", self.center), ("rotate", self.rotate)) if t}
 
     @property
     def parts(self) -> dict[str, Dense | Sparse]:
@@ -41,7 +60,7 @@ class Format:
         """Raises FormatError where a part does not fit the shape."""
         if shape.t != self.t:
             raise FormatError(f"format has pages of {self.t} tokens, the shape has {shape.t}")
-        for part in self.parts.values():
+        for part in (*self.transforms.values(), *self.parts.values()):
             part.check(shape)
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
@@ -50,7 +69,8 @@ class Format:
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """Tensors that all parts expect in the bundle, for one layer and side."""
-        return {name: spec for part in self.parts.values() for name, spec in part.bundle_tensors(shape).items()}
+        parts = (*self.transforms.values(), *self.parts.values())
+        return {name: spec for part in parts for name, spec in part.bundle_tensors(shape).items()}
 
 
 @dataclass(frozen=True)

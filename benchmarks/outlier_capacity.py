@@ -33,7 +33,9 @@ def main() -> None:
     found, numbers = _outliers_per_page(model, bundle, text.ids)
     part = bundle.layers[0].key.sparse
     assert part is not None
-    print(f"{found.sum().item()} outliers in {found.numel()} pages: {100 * found.sum().item() / (found.numel() * numbers):.3f}%")
+    print(
+        f"{found.sum().item()} outliers in {found.numel()} pages: {100 * found.sum().item() / (found.numel() * numbers):.3f}%"
+    )
     for capacity in CAPACITIES:
         slots = ceil(capacity * part.fraction * numbers)
         lost = (found - slots).clamp_min(0)

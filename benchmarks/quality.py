@@ -112,7 +112,11 @@ def _environment(options: argparse.Namespace, model: Any) -> dict[str, Any]:
         "context": options.context,
         "calibration": f"{Path(options.data).name}, {options.samples} x {options.seqlen}",
         "device": device,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "command": "python -m benchmarks.quality " + " ".join(sys.argv[1:]),
     }
 

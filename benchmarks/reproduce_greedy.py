@@ -21,7 +21,9 @@ def main() -> None:
     options = _parser().parse_args()
     model, tokenizer = load_causal_lm(options.model, options.dtype, "auto")
     bundle = load(options.bundle)
-    prompts = calibration_tokens(TextConfig("text", options.text), model, tokenizer, options.prompts, options.prompt_tokens, 0)
+    prompts = calibration_tokens(
+        TextConfig("text", options.text), model, tokenizer, options.prompts, options.prompt_tokens, 0
+    )
     total = options.prompt_tokens + options.new
     for number, ids in enumerate(prompts.ids.to(model.device)):
         arguments = {
@@ -37,7 +39,9 @@ def main() -> None:
             best = full.scores[same][0].topk(2).values
             gap = f", where the two best logits are {(best[0] - best[1]).item():.4f} apart"
         predicted = bundle.geometry.cache_bytes(total, model.dtype.itemsize)
-        print(f"prompt {number}: {same} of {options.new} tokens agree{gap}; cache {cache.nbytes} bytes, geometry {predicted}")
+        print(
+            f"prompt {number}: {same} of {options.new} tokens agree{gap}; cache {cache.nbytes} bytes, geometry {predicted}"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,58 +2,105 @@
 
 import logging
 import os
+import re
 import sys
-from dataclasses import fields
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from artifacts.errors import SignpostError
-from calib.config import Config, Settings, register
+from calib.config import Config, ConfigError, Settings, register
 
 _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
-GROUPS = ("experiment",)  # groups that are no fields of the schema
+GROUPS = ("experiment", "hydra")  # what is no field of the schema
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def _main(composed: DictConfig) -> None:
-    from calib.pipeline import run  # heavy imports only once the options are known to be sound
+    with _one_line_errors():
+        settings = Settings.of(composed)
+        from calib.pipeline import run, summary  # heavy imports only once the options are known to be sound
 
-    console = Console(stderr=True)
+        bundle = run(settings, Console(stderr=True))
+        Console().print(summary(bundle, Path(settings.config.out), settings.config.seqlen))
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turns the errors that a user can mend into one line and exit code 2, and Ctrl-C into exit code 130."""
     try:
-        run(Settings.of(composed), console)
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(_fail(_one_line(error)))
     except (SignpostError, OSError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        sys.exit(_fail(str(error)))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
-def _check_options(arguments: list[str]) -> None:
-    """Exits with the list of known options where one is unknown: Hydra names only the unknown one."""
-    known = sorted({f.name for f in fields(Config)} | set(GROUPS))
-    options = [a for a in arguments if "=" in a and not a.startswith("-")]
-    try:
-        names = [o.key_or_group for o in OverridesParser.create().parse_overrides(options)]
-    except HydraException as error:
-        sys.exit(f"error: {error}")
-    for name in names:
-        root = name.replace("/", ".").split(".")[0].split("@")[0]
-        if root not in known and root != "hydra":
-            sys.exit(f"error: unknown option {name!r}: known are {', '.join(known)} (and hydra.*). See --help")
+def _fail(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _one_line(error: BaseException) -> str:
+    """What Hydra says over several lines, with its cause, and without its search path and its types."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.partition("/")
+        known = sorted(str(p.relative_to(CONF / group).with_suffix("")) for p in (CONF / group).rglob("*.yaml"))
+        return f"{group}={name}: known are {', '.join(known)}"
+    text = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    kept = re.split(r"\n\s*(?:Config search path|object_type=|reference_type=|See https)", text)[0]
+    return re.sub(r"\s*full_key: \S+", "", kept)
+
+
+def _check_options(options: list[str]) -> None:
+    """Raises ConfigError with the list of known options where one is unknown: Hydra names only the unknown one."""
+    for override in OverridesParser.create().parse_overrides(options):
+        path = override.key_or_group.replace("/", ".").split("@")[0].split(".")
+        if path[0] in GROUPS:
+            continue
+        schema: Any = Config
+        for depth, name in enumerate(path):
+            if not is_dataclass(schema):  # formats are checked by who reads them
+                break
+            known = get_type_hints(schema)
+            if name not in known:
+                listed = ", ".join(".".join([*path[:depth], k]) for k in known)
+                raise ConfigError(f"unknown option {'.'.join(path)!r}: known are {listed}. See --help")
+            schema = known[name]
 
 
 def main() -> None:
     """Entry point."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     register()
-    _check_options(sys.argv[1:])
-    _main()
+    # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    with _one_line_errors(), tempfile.TemporaryDirectory(prefix="signpost-") as scratch:
+        # The shell leaves the ~ of `name=~/x` alone, and Hydra cannot read it.
+        arguments = [a.replace("=~/", f"={Path.home()}/") for a in sys.argv[1:]]
+        options = [a for a in arguments if "=" in a and not a.startswith("-")]
+        flags = [a for a in arguments if a not in options]
+        _check_options(options)
+        # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
+        options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
+        # Flags first: argparse wants the options in one piece. A multirun leaves its bundles and nothing else.
+        sys.argv[1:] = [*flags, *options, f"hydra.sweep.dir={scratch}", "hydra.sweep.subdir=."]
+        _main()
 
 
 if __name__ == "__main__":

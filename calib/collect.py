@@ -1,121 +1,134 @@
 """From samples to the bundle's tensors: passes over the samples, each feeding the fits that are ready for it."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from itertools import count
 
 from rich.progress import Progress
 from torch import Tensor
 
-from artifacts import Format, LayerFormat
+from artifacts import LayerFormat
 from artifacts.errors import SignpostError
-from calib.config import MethodConfig
-from calib.fits.dense import RangeFit, SignpostFit, ranges
-from calib.fits.sparse import ThresholdFit
-from calib.tap import Activations, Tap
-from runtime.parts import sparse
 from artifacts.fields import PageShape
+from calib.config import MethodConfig
+from calib.fits import Fit, Side, center, dense, rotate, sparse
+from calib.progress import track
+from calib.tap import Activations, Tap
+from runtime.parts import MODULES
 
-
-class Fit(Protocol):
-    """A fit of one part; see `calib.fits`."""
-
-    gradients: bool
-
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None: ...
-
-    def result(self) -> dict[str, Tensor]: ...
+PENDING = (center.pending, rotate.pending, sparse.pending, dense.pending)  # in the order in which parts need each other
 
 
 class SideFits:
-    """The fits of one side of one layer, one after the other: thresholds, ranges, signposts."""
+    """The fits of one side of one layer, one after the other."""
 
-    def __init__(self, fmt: Format, side: str, method: MethodConfig, tokens: int):
-        self.format, self.side, self.method, self.tokens = fmt, side, method, tokens
-        self.tables: dict[str, Tensor] = {}
+    def __init__(self, side: Side, is_key: bool):
+        self.side, self.is_key = side, is_key
         self.fit: Fit | None = None
 
-    def prepare(self, h_kv: int, d: int) -> Fit | None:
-        """The next fit that the tables found so far allow, or None when all are there."""
-        part, dense = self.format.sparse, self.format.dense
-        if part and part.thresholds == "bundle" and "lower" not in self.tables:
-            return ThresholdFit(part, self.tokens, h_kv, d)
-        if dense.scales == "bundle" and "scale" not in self.tables:
-            if not part or part.axis != "channel":
-                return RangeFit()
-            # Thresholds of a channel are the first numbers inside: exactly the ends of its range.
-            self.tables |= ranges(self.tables["lower"], self.tables["upper"])
-        if dense.codebook == "nuq" and "signposts" not in self.tables:
-            return SignpostFit(dense, self.method.weights, self.method.bins, self.tables)
-        return None
+    def prepare(self) -> None:
+        """Takes up the next fit that the tables found so far allow, or None when all are there."""
+        self.fit = next((fit for pending in PENDING if (fit := pending(self.side))), None)
+
+    def postpone_gradients(self) -> None:
+        """Sits out a pass without gradients if the fit needs them."""
+        if self.fit and self.fit.gradients:
+            self.fit = None
 
     def observe(self, activations: Activations) -> None:
-        """Feeds the current fit the sample's tokens behind the sinks, in whole pages."""
-        assert self.fit is not None
-        if self.side == "value":
-            x, gradient = activations.value, activations.value_gradient
-        elif self.format.domain == "pre_rope":
-            x, gradient = activations.key, activations.key_gradient
+        """Feeds the fit the sample's tokens behind the sinks, in whole pages."""
+        if self.fit is None:
+            return
+        a, before_rope = activations, self.side.format.domain == "pre_rope"
+        if not self.is_key:
+            x, gradient = a.value, a.value_gradient
+        elif before_rope:
+            x, gradient = a.key, a.key_gradient
         else:
-            x, gradient = activations.rotated_key, activations.rotated_key_gradient
-        pages, gradient_pages = self._pages(x), None if gradient is None else self._pages(gradient)
-        part = self.format.sparse
-        ready = part and not isinstance(self.fit, ThresholdFit)
-        outliers = sparse.select(part, PageShape(*pages.shape[1:]), pages, self.tables) if part and ready else None
-        self.fit.observe(pages, outliers, gradient_pages)
+            x, gradient = a.rotated_key, a.rotated_key_gradient
+        pages, gradient = self._pages(x), None if gradient is None else self._pages(gradient)
+        for name, part in self.side.format.transforms.items():
+            if part.bundle_tensors(self.side.shape).keys() <= self.side.tables.keys():
+                pages = MODULES[name].forward(pages, self.side.tables)
+                gradient = None if gradient is None else MODULES[name].forward_gradient(gradient, self.side.tables)
+        self.fit.observe(pages, self._outliers(pages), gradient)
+
+    def finish(self) -> None:
+        """Keeps what the fit found."""
+        if self.fit:
+            self.side.tables.update(self.fit.result())
 
     def _pages(self, x: Tensor) -> Tensor:
         """[n, h_kv, d] as pages [p, t, h_kv, d]; sinks and what does not fill a page are left out."""
-        behind = x[self.format.window.sinks :]
-        count = behind.shape[0] // self.format.t
-        return behind[: count * self.format.t].unflatten(0, (count, self.format.t))
+        fmt = self.side.format
+        behind = x[fmt.window.sinks :]
+        pages = behind.shape[0] // fmt.t
+        return behind[: pages * fmt.t].unflatten(0, (pages, fmt.t))
+
+    def _outliers(self, pages: Tensor) -> Tensor | None:
+        """Numbers that a part takes away from the others, as soon as that part's own tensors are known."""
+        for name, part in self.side.format.parts.items():
+            module, needs = MODULES[name], part.bundle_tensors(self.side.shape).keys()
+            if hasattr(module, "select") and needs <= self.side.tables.keys():
+                return module.select(part, self.side.shape, pages, self.side.tables)
+        return None
 
 
 def collect(
-    tap: Tap, ids: Tensor, formats: tuple[LayerFormat, ...], method: MethodConfig, h_kv: int, d: int, progress: Progress
+    tap: Tap,
+    ids: Tensor,
+    formats: tuple[LayerFormat, ...],
+    method: MethodConfig,
+    h_kv: int,
+    d: int,
+    progress: Progress | None = None,
 ) -> dict[str, Tensor]:
     """Fits everything that `formats` want from the bundle. ids int64 [samples, seqlen].
 
     Returns tensors by bundle name. Passes without gradients come first, so that at most one pass pays for gradients.
-    Raises SignpostError where the samples are shorter than one page behind the sinks.
+    Raises SignpostError where the samples are shorter than one page behind the sinks, and what `Tap.run` and the fits
+    raise.
     """
-    sides = list(_sides(formats, method, ids))
-    for number in range(1, 8):
+    layers = [_layer(layer, fmt, method, ids, h_kv, d) for layer, fmt in enumerate(formats)]
+    sides = [side for layer in layers for side in layer]
+    for number in count(1):
         for side in sides:
-            side.fit = side.prepare(h_kv, d)
-        waiting = [s for s in sides if s.fit]
-        if not waiting:
+            side.prepare()
+        if any(side.fit and not side.fit.gradients for side in sides):
+            for side in sides:
+                side.postpone_gradients()
+        titles = sorted({side.fit.title for side in sides if side.fit})
+        if not titles:
             break
-        cheap = [s for s in waiting if s.fit and not s.fit.gradients]
-        _run_pass(tap, ids, cheap or waiting, sides, f"pass {number}: {'ranges' if cheap else 'signposts'}", progress)
-    names = [f"layers.{layer}.{side}" for layer in range(len(formats)) for side in ("key", "value")]
-    return {f"{name}.{key}": t for name, s in zip(names, sides, strict=True) for key, t in s.tables.items()}
+        _run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", progress)
+    return {f"{side.side.name}.{key}": t for side in sides for key, t in side.side.tables.items()}
 
 
-def _sides(formats: tuple[LayerFormat, ...], method: MethodConfig, ids: Tensor) -> Iterator[SideFits]:
-    samples, seqlen = ids.shape
-    for layer in formats:
-        for name, fmt in (("key", layer.key), ("value", layer.value)):
-            pages = (seqlen - fmt.window.sinks) // fmt.t
-            if pages < 1:
-                raise SignpostError(
-                    f"seqlen={seqlen} does not fill one page of {fmt.t} tokens behind {fmt.window.sinks} sinks: "
-                    f"set seqlen to at least {fmt.t + fmt.window.sinks}"
-                )
-            yield SideFits(fmt, name, method, samples * pages * fmt.t)
+def _layer(
+    layer: int, formats: LayerFormat, method: MethodConfig, ids: Tensor, h_kv: int, d: int
+) -> tuple[SideFits, SideFits]:
+    fits = []
+    for name, fmt in (("key", formats.key), ("value", formats.value)):
+        pages = (ids.shape[1] - fmt.window.sinks) // fmt.t
+        if pages < 1:
+            raise SignpostError(
+                f"samples of {ids.shape[1]} tokens do not fill a page of {fmt.t} behind {fmt.window.sinks} sinks: "
+                f"set seqlen to at least {fmt.t + fmt.window.sinks}"
+            )
+        tokens = ids.shape[0] * pages * fmt.t
+        side = Side(f"layers.{layer}.{name}", fmt, PageShape(fmt.t, h_kv, d), tokens, method, {})
+        fits.append(SideFits(side, name == "key"))
+    return fits[0], fits[1]
 
 
 def _run_pass(
-    tap: Tap, ids: Tensor, active: list[SideFits], sides: list[SideFits], title: str, progress: Progress
+    tap: Tap, ids: Tensor, layers: list[tuple[SideFits, SideFits]], title: str, progress: Progress | None
 ) -> None:
-    task = progress.add_task(title, total=ids.shape[0])
-    gradients = any(s.fit.gradients for s in active if s.fit)
-    chosen = {id(s) for s in active}
+    gradients = any(side.fit.gradients for layer in layers for side in layer if side.fit)
+    report = track(progress, title, ids.shape[0])
     for sample in ids:
         for activations in tap.run(sample, gradients):
-            for side in sides[2 * activations.layer : 2 * activations.layer + 2]:
-                if id(side) in chosen:
-                    side.observe(activations)
-        progress.advance(task)
-    for side in active:
-        assert side.fit is not None
-        side.tables |= side.fit.result()
+            for side in layers[activations.layer]:
+                side.observe(activations)
+        report()
+    for layer in layers:
+        for side in layer:
+            side.finish()

@@ -1,10 +1,12 @@
-"""Configuration: the schema. Values live in `conf/`; Hydra composes them, `Settings.of` turns the result into dataclasses."""
+"""Configuration: the schema. Values live in `conf/`; Hydra composes them, `Settings.of` turns them into dataclasses."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from artifacts import Format, LayerFormat
 from artifacts.errors import FormatError, SignpostError
@@ -12,6 +14,7 @@ from artifacts.format import from_json
 
 WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
+MAX_SEED = 2**32 - 1
 
 
 class ConfigError(SignpostError, ValueError):
@@ -20,12 +23,20 @@ class ConfigError(SignpostError, ValueError):
 
 @dataclass
 class ModelConfig:
-    """Which model. name: for people; path: folder or hub id; revision: of the hub; dtype: auto, float32, bfloat16, float16."""
+    """Which model.
+
+    name      for people
+    path      folder, hub id, or `tiny`
+    revision  of the hub
+    dtype     auto, float32, bfloat16, float16
+    seqlen    tokens per calibration window where the option `seqlen` is not given
+    """
 
     name: str = MISSING
     path: str = MISSING
     revision: str | None = None
     dtype: str = "auto"
+    seqlen: int = 2048
 
 
 @dataclass
@@ -56,7 +67,8 @@ class MethodConfig:
 
     weights  of the signposts' k-means: none, fisher, fisher_scaled (KVQuant's objective, F_ii * s_i^2)
     bins     of the histogram over normalized numbers
-    layers   settings that differ in single layers: {"0": {key: {dense: {bits: 8}}}}
+    seed     of random rotations
+    layers   settings that differ in single layers: {0: {key: {dense: {bits: 8}}}}
     """
 
     name: str = MISSING
@@ -64,6 +76,7 @@ class MethodConfig:
     value: Any = MISSING
     weights: str = "fisher_scaled"
     bins: int = 16384
+    seed: int = 0
     layers: Any = field(default_factory=dict)
 
 
@@ -98,56 +111,115 @@ class Settings:
     """The validated configuration; what the rest of calib sees."""
 
     config: Config
-    resolved: dict[str, Any]  # plain data of the whole configuration, for provenance
 
     @classmethod
     def of(cls, composed: DictConfig) -> "Settings":
         """Converts what Hydra composed. Raises ConfigError or FormatError before any model is loaded."""
-        config = OmegaConf.to_object(composed)
+        try:
+            config = OmegaConf.to_object(composed)
+        except MissingMandatoryValue as error:
+            raise ConfigError(f"{error.full_key} has no value: set {error.full_key}=...") from error
+        except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+            raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
         if not isinstance(config, Config):
             raise ConfigError("the configuration does not follow the schema: does config.yaml start from `schema`?")
-        resolved = OmegaConf.to_container(composed, resolve=True)
-        assert isinstance(resolved, dict)
-        settings = cls(config, {str(k): v for k, v in resolved.items()})
+        for text in (config.data, config.eval):
+            if text.path is not None:
+                text.source = "text"
+        settings = cls(config)
         settings._validate()
         return settings
 
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Plain data of the whole configuration, for provenance."""
+        return asdict(self.config)
+
     def _validate(self) -> None:
         c = self.config
-        for name, least in (("samples", 1), ("seqlen", 2), ("sinks", 0), ("seed", 0)):
-            if getattr(c, name) < least:
-                raise ConfigError(f"{name}={getattr(c, name)} must be at least {least}")
+        _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
+        if c.seed > MAX_SEED:
+            raise ConfigError(f"seed={c.seed} must be at most {MAX_SEED}")
         if c.method.weights not in WEIGHTS:
             raise ConfigError(f"method.weights={c.method.weights}: allowed are {', '.join(WEIGHTS)}")
         if c.method.bins < 256:
             raise ConfigError(f"method.bins={c.method.bins}: at least 256, or boundaries between signposts get coarse")
-        for text, where in ((c.data, "data"), (c.eval, "eval")):
-            if text.path is not None:
-                text.source = "text"
-            if text.source not in SOURCES or (text.source, where) == ("none", "data"):
-                raise ConfigError(f"{where}.source={text.source}: allowed are {', '.join(SOURCES)}")
-            if text.source == "text" and text.path is None:
-                raise ConfigError(f"{where}=text needs {where}.path=FILE_OR_FOLDER")
-        self.layer_format(0)
+        _check_text(c.data, "data", [source for source in SOURCES if source != "none"])
+        _check_text(c.eval, "eval", SOURCES)
+        if c.eval.source != "none":
+            self._validate_eval()
+        for layer in (None, *self._overrides()):
+            self._check_pages(self.layer_format(layer))
 
-    def layer_format(self, layer: int) -> LayerFormat:
-        """Format of one layer: the recipe with that layer's own settings on top. Raises FormatError."""
-        method = self.config.method
-        overrides = {str(k): v for k, v in (method.layers or {}).items()}.get(str(layer), {})
-        if unknown := set(overrides) - {"key", "value"}:
-            raise FormatError(f"method.layers.{layer}.{min(unknown)}: known are key, value")
-        sides = {
-            side: from_json(Format, _without_absent(_merged(getattr(method, side), overrides.get(side, {}))), f"method.{side}")
-            for side in ("key", "value")
-        }
+    def _validate_eval(self) -> None:
+        e, seqlen = self.config.eval, self.eval_seqlen
+        _at_least({"eval.seqlen": (seqlen, 2)})
+        if e.tokens is not None and e.tokens < seqlen:
+            raise ConfigError(
+                f"eval.tokens={e.tokens} do not fill one window of eval.seqlen={seqlen}: raise one or lower the other"
+            )
+        if e.cache_tokens < 0 or e.cache_tokens == 1:
+            raise ConfigError(
+                f"eval.cache_tokens={e.cache_tokens}: at least 2 (one predicts the next), or 0 for no check"
+            )
+
+    @property
+    def eval_seqlen(self) -> int:
+        """Tokens per window of evaluation."""
+        return self.config.seqlen if self.config.eval.seqlen is None else self.config.eval.seqlen
+
+    def _check_pages(self, layer: LayerFormat) -> None:
+        for fmt in (layer.key, layer.value):
+            needed = fmt.t + fmt.window.sinks
+            if self.config.seqlen < needed:
+                raise ConfigError(
+                    f"seqlen={self.config.seqlen} does not fill a page of {fmt.t} tokens behind {fmt.window.sinks} "
+                    f"sinks: set seqlen to at least {needed}"
+                )
+
+    def _overrides(self) -> dict[int, Any]:
+        """`method.layers` by number."""
+        layers = self.config.method.layers or {}
+        if not isinstance(layers, dict):
+            raise FormatError(f"method.layers={layers!r} must be a table of layers, such as {{0: {{key: {{t: 64}}}}}}")
+        for name, sides in layers.items():
+            if not str(name).isdecimal():
+                raise FormatError(f"method.layers.{name}: layers are numbers from 0")
+            if not isinstance(sides, dict) or (unknown := sorted(set(map(str, sides)) - {"key", "value"})):
+                named = unknown[0] if isinstance(sides, dict) else repr(sides)
+                raise FormatError(f"method.layers.{name}: {named} is not a side: known are key, value")
+        return {int(name): sides for name, sides in layers.items()}
+
+    def layer_format(self, layer: int | None) -> LayerFormat:
+        """The recipe (layer None), or the recipe with the settings of one layer on top. Raises FormatError."""
+        own = {} if layer is None else self._overrides().get(layer, {})
+        sides = {}
+        for side in ("key", "value"):
+            table, where = getattr(self.config.method, side), f"method.{side}"
+            if side in own:
+                table, where = _merged(table, own[side]), f"method.layers.{layer}.{side}"
+            sides[side] = from_json(Format, _without_absent(table), where)
         return LayerFormat(**sides)
 
     def formats(self, layers: int) -> tuple[LayerFormat, ...]:
         """Formats of all layers. Raises FormatError where `method.layers` names a layer that the model lacks."""
-        for name in self.config.method.layers or {}:
-            if not str(name).isdigit() or int(name) >= layers:
-                raise FormatError(f"method.layers.{name}: the model has layers 0 to {layers - 1}")
+        for layer in self._overrides():
+            if layer >= layers:
+                raise FormatError(f"method.layers.{layer}: the model has layers 0 to {layers - 1}")
         return tuple(self.layer_format(layer) for layer in range(layers))
+
+
+def _at_least(values: dict[str, tuple[int, int]]) -> None:
+    for name, (value, least) in values.items():
+        if value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")
+
+
+def _check_text(text: TextConfig, where: str, sources: Sequence[str]) -> None:
+    if text.source not in sources:
+        raise ConfigError(f"{where}.source={text.source}: allowed are {', '.join(sources)}")
+    if text.source == "text" and text.path is None:
+        raise ConfigError(f"{where}=text needs {where}.path=FILE_OR_FOLDER")
 
 
 def _merged(base: Any, changes: Any) -> Any:

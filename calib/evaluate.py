@@ -1,15 +1,17 @@
 """Quality of a bundle: how far the model's predictions move when its cache is compressed.
 
-Two modes that must agree. `simulated`: one forward pass per window; every query sees, for each earlier token, what the cache
-would hold at that moment (packed page, or full precision while the token is a sink or still in the window). `cache`: the real
-cache, token by token, through the page kernels. Both are teacher-forced and start from an empty cache.
+Two modes that must agree. `simulated`: one forward pass per window; every query sees, for each earlier token, what the
+cache would hold at that moment (packed page, or full precision while the token is a sink or still in the window).
+`cache`: the real cache, token by token, through the page kernels. Both are teacher-forced from an empty cache.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import exp
-from typing import Any
+from math import exp, log
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import Progress
@@ -18,18 +20,22 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle, Format, PageGeometry
 from calib.data import Tokens
+from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
+from calib.progress import track
 from runtime.codec import Codec
 from runtime.hf import AttendingCache, SignpostCache
 from runtime.rope import Rotation
 
-QUERY_BLOCK = 512  # query rows whose scores are held at a time
-
 
 class SimulatedCache(AttendingCache):
-    """Attention of a whole window at once, each query over the cache as it would be at its turn. One use per window."""
+    """Attention of a whole window at once, each query over the cache as it would be at its turn. One use per window.
 
-    def __init__(self, model: PreTrainedModel, bundle: Bundle):
+    window: False packs every token behind the sinks at once, the query's own included: how the papers simulate.
+    """
+
+    def __init__(self, model: PreTrainedModel, bundle: Bundle, window: bool = True):
         super().__init__(model)
+        self.window = window
         device = model.device
         self.formats = bundle.layers
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
@@ -49,27 +55,35 @@ class SimulatedCache(AttendingCache):
             raise ValueError("windows to evaluate on have no padding")
         formats, (key_codec, value_codec) = self.formats[layer], self.codecs[layer]
         rotation = self.rotation if formats.key.domain == "pre_rope" else None
-        k_hat = packed(k, formats.key, key_codec, rotation)
-        v_hat = packed(v, formats.value, value_codec, None)
+        k_hat = packed(k, formats.key, key_codec, rotation, tail=not self.window)
+        v_hat = packed(v, formats.value, value_codec, None, tail=not self.window)
+        if not self.window:
+            k, v = k_hat, v_hat  # sinks are as they were in both
         g = q.shape[1] // k.shape[1]
-        k, k_hat, v, v_hat = (x.repeat_interleave(g, 1) for x in (k, k_hat, v, v_hat))
+        k, k_hat, v, v_hat = (at_least_float32(x).repeat_interleave(g, 1) for x in (k, k_hat, v, v_hat))
+        key, value = _Both(k, k_hat, formats.key), _Both(v, v_hat, formats.value)
         out = torch.empty_like(q)
-        for start in range(0, q.shape[2], QUERY_BLOCK):
-            rows = slice(start, start + QUERY_BLOCK)
-            out[:, :, rows] = _attend_rows(q[:, :, rows], start, k, k_hat, v, v_hat, formats.key, formats.value, scaling)
+        for rows in blocks(q.shape[2]):
+            out[:, :, rows] = _attend_rows(at_least_float32(q[:, :, rows]) * scaling, rows.start, key, value)
         return out.transpose(1, 2)
 
 
-def _attend_rows(
-    q: Tensor, start: int, k: Tensor, k_hat: Tensor, v: Tensor, v_hat: Tensor, key: Format, value: Format, scaling: float
-) -> Tensor:
-    """Queries q [b, h, m, d], the first at token `start`, over exact and packed keys and values [b, h, n, d]."""
-    n = min(k.shape[2], start + q.shape[2])
-    k, k_hat, v, v_hat = (x[:, :, :n] for x in (k, k_hat, v, v_hat))
+class _Both(NamedTuple):
+    """Keys or values [b, h_q, n, d] as the model made them and as pages hold them."""
+
+    exact: Tensor
+    packed: Tensor
+    format: Format
+
+
+def _attend_rows(q: Tensor, start: int, key: _Both, value: _Both) -> Tensor:
+    """Scaled queries q [b, h_q, m, d], the first at token `start`, over all keys and values up to each query."""
+    n = start + q.shape[2]
     query, token = torch.arange(start, n, device=q.device)[:, None], torch.arange(n, device=q.device)
-    scores = torch.where(_is_packed(key, query, token), q @ k_hat.transpose(2, 3), q @ k.transpose(2, 3))
-    weights = (scores * scaling).masked_fill(token > query, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
-    from_pages = _is_packed(value, query, token)
+    k, k_hat, v, v_hat = (x[:, :, :n] for both in (key, value) for x in both[:2])
+    scores = torch.where(_is_packed(key.format, query, token), q @ k_hat.transpose(2, 3), q @ k.transpose(2, 3))
+    weights = scores.masked_fill(token > query, -torch.inf).softmax(-1)
+    from_pages = _is_packed(value.format, query, token)
     return (weights * from_pages) @ v_hat + (weights * ~from_pages) @ v
 
 
@@ -80,22 +94,28 @@ def _is_packed(fmt: Format, query: Tensor, token: Tensor) -> Tensor:
     return (token >= window.sinks) & (token < end)
 
 
-def packed(x: Tensor, fmt: Format, codec: Codec, rotation: Rotation | None) -> Tensor:
-    """Keys after RoPE or values [b, h_kv, n, d] with all whole pages encoded and decoded; the rest is left as it was."""
+def packed(x: Tensor, fmt: Format, codec: Codec, rotation: Rotation | None, tail: bool = False) -> Tensor:
+    """Keys after RoPE or values [b, h_kv, n, d] with all whole pages encoded and decoded; the rest is left as it was.
+
+    rotation: un-rotates keys before they are encoded, or None. tail: the last, unfinished page counts as well, filled
+    up with copies of its last token.
+    """
     b, h_kv, n, d = x.shape
     first = fmt.window.sinks
-    pages = max(0, n - first) // fmt.t
-    if not pages:
+    stop = n if tail else n - max(0, n - first) % fmt.t
+    if stop <= first:
         return x
-    part = x[:, :, first : first + pages * fmt.t]
-    positions = torch.arange(first, first + pages * fmt.t, device=x.device)
-    part = part.float() if rotation is None else rotation.unrotate(part, positions)
-    by_page = part.transpose(1, 2).reshape(b * pages, fmt.t, h_kv, d)
-    decoded = codec.encode(by_page)[1].reshape(b, pages * fmt.t, h_kv, d).transpose(1, 2)
+    positions = torch.arange(first, stop, device=x.device)
+    part = x[:, :, first:stop].float()
+    part = part if rotation is None else rotation.unrotate(part, positions)
+    missing = (first - stop) % fmt.t
+    part = torch.cat([part, part[:, :, -1:].expand(-1, -1, missing, -1)], 2)
+    by_page = part.transpose(1, 2).contiguous().view(-1, fmt.t, h_kv, d)
+    decoded = codec.encode(by_page)[1].reshape(b, -1, h_kv, d).transpose(1, 2)[:, :, : stop - first]
     if rotation is not None:
         decoded = rotation.rotate(decoded, positions)
     out = x.clone()
-    out[:, :, first : first + pages * fmt.t] = decoded.to(x.dtype)
+    out[:, :, first:stop] = decoded.to(x.dtype)
     return out
 
 
@@ -110,64 +130,80 @@ class Comparison:
     divergences: list[Tensor] = field(default_factory=list)
 
     def add(self, full: Tensor, compressed: Tensor, targets: Tensor) -> None:
-        """Logits [n, vocabulary] of both and the true next tokens int64 [n]. Computed in float32 (float64 stays)."""
-        for rows in torch.arange(targets.numel()).split(1024):
-            p, q = (F.log_softmax(x[rows].to(torch.promote_types(x.dtype, torch.float32)), -1) for x in (full, compressed))
-            self.loss_full += F.nll_loss(p, targets[rows], reduction="sum").item()
-            self.loss += F.nll_loss(q, targets[rows], reduction="sum").item()
-            self.same_top += int((p.argmax(-1) == q.argmax(-1)).sum())
-            self.divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
-            self.count += rows.numel()
+        """Logits [n, vocabulary] of both and the true next tokens int64 [n]. Computed in float32 (float64 stays).
+
+        Raises ActivationError for NaN or infinity.
+        """
+        require_finite(full, "logits in full precision")
+        require_finite(compressed, "logits with a compressed cache")
+        p, q = (F.log_softmax(at_least_float32(x), -1) for x in (full, compressed))
+        self.loss_full += F.nll_loss(p, targets, reduction="sum").item()
+        self.loss += F.nll_loss(q, targets, reduction="sum").item()
+        self.same_top += int((p.argmax(-1) == q.argmax(-1)).sum())
+        self.divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
+        self.count += targets.numel()
 
     def result(self) -> dict[str, float]:
         """Loss in nats per token, perplexity, KL(full || compressed) in nats per token, share of equal top-1 tokens."""
-        kl = torch.cat(self.divergences).double()
+        kl = torch.cat(self.divergences).double().numpy()
         full, compressed = self.loss_full / self.count, self.loss / self.count
         return {
             "loss_full": full,
             "loss": compressed,
             "loss_increase": compressed - full,
-            "perplexity_full": exp(full),
-            "perplexity": exp(compressed),
-            "kl_mean": kl.mean().item(),
-            "kl_p999": kl.quantile(0.999).item() if kl.numel() < 10_000_000 else kl.sort().values[int(0.999 * kl.numel())].item(),
+            "perplexity_full": _perplexity(full),
+            "perplexity": _perplexity(compressed),
+            "kl_mean": float(kl.mean()),
+            "kl_p999": float(np.quantile(kl, 0.999)),
             "top1": self.same_top / self.count,
             "tokens": self.count,
         }
 
 
+def _perplexity(loss: float) -> float:
+    """exp(loss), at most the largest float: JSON has no infinity."""
+    return exp(min(loss, log(sys.float_info.max)))
+
+
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, bundle: Bundle, tokens: Tokens, cache_tokens: int = 0, progress: Progress | None = None
+    model: PreTrainedModel,
+    bundle: Bundle,
+    tokens: Tokens,
+    cache_tokens: int = 0,
+    progress: Progress | None = None,
+    window: bool = True,
 ) -> dict[str, Any]:
     """Measures `bundle` on windows of text; what is returned becomes `evaluation.json`.
 
-    cache_tokens: as many tokens of the first window are decoded one by one through the real cache as well, and the result
-    gains `cache_check` with both modes' losses on them and the largest difference of their logits.
+    window: False measures without the full-precision window, as the papers do (see `SimulatedCache`).
+    cache_tokens: as many tokens of the first window are decoded one by one through the real cache as well, and the
+    result gains `cache_check` with both modes' losses on them and the largest difference of their logits.
     """
     n = tokens.ids.shape[1]
-    report = _track(progress, "evaluating", tokens.ids.shape[0])
+    report = track(progress, "evaluating", tokens.ids.shape[0])
     comparison = Comparison()
-    for window in tokens.ids:
-        ids = window[None].to(model.device)
-        comparison.add(full_logits(model, ids)[0, :-1], simulated_logits(model, bundle, ids)[0, :-1], ids[0, 1:])
+    for sample in tokens.ids:
+        ids = sample[None].to(model.device)
+        full = hidden_states(model, ids)
+        require_finite(full, "the model's hidden states")
+        compressed = hidden_states(model, ids, SimulatedCache(model, bundle, window))
+        for rows in blocks(n - 1):
+            targets = ids[0, rows.start + 1 : rows.stop + 1]
+            comparison.add(head(model, full[:, rows])[0], head(model, compressed[:, rows])[0], targets)
         report()
     bits = bundle.geometry.bits(n)
+    mode = "simulated" if window else "simulated without window"
     result: dict[str, Any] = comparison.result()
-    result |= {"bits": bits, "compression": 16 / bits, "context": n, "mode": "simulated", "text": tokens.provenance()}
+    result |= {"bits": bits, "compression": 16 / bits, "context": n, "mode": mode, "text": tokens.provenance()}
     if cache_tokens:
         result["cache_check"] = _check_cache(model, bundle, tokens.ids[:1, :cache_tokens].to(model.device), progress)
     return result
 
 
-def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits [b, n, vocabulary] of the model as it is."""
-    return model(ids, use_cache=False).logits
-
-
-def simulated_logits(model: PreTrainedModel, bundle: Bundle, ids: Tensor) -> Tensor:
-    """Logits [b, n, vocabulary] with the cache simulated inside one forward pass."""
-    return model(ids, past_key_values=SimulatedCache(model, bundle), use_cache=True).logits
+def simulated_logits(model: PreTrainedModel, bundle: Bundle, ids: Tensor, window: bool = True) -> Tensor:
+    """Logits [b, n, vocabulary] with the cache simulated inside one forward pass; `window` as in `SimulatedCache`."""
+    return model(ids, past_key_values=SimulatedCache(model, bundle, window), use_cache=True).logits
 
 
 def cached_logits(
@@ -183,7 +219,7 @@ def cached_logits(
 
 
 def _check_cache(model: PreTrainedModel, bundle: Bundle, ids: Tensor, progress: Progress | None) -> dict[str, float]:
-    report = _track(progress, "checking the real cache", ids.shape[1])
+    report = track(progress, "checking the real cache", ids.shape[1])
     simulated = simulated_logits(model, bundle, ids)
     real, _ = cached_logits(model, bundle, ids, report)
     targets = ids[0, 1:]
@@ -194,11 +230,3 @@ def _check_cache(model: PreTrainedModel, bundle: Bundle, ids: Tensor, progress: 
         "loss_cache": losses[1],
         "largest_logit_difference": (simulated - real).abs().max().item(),
     }
-
-
-def _track(progress: Progress | None, title: str, total: int) -> Callable[[], None]:
-    if progress is None:
-        return lambda: None
-    task = progress.add_task(title, total=total)
-    return lambda: progress.advance(task)
-

@@ -1,71 +1,121 @@
 """The offline job: model and text in, bundle out."""
 
+import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
-from transformers import PreTrainedModel
+from rich.text import Text
+from transformers import AutoConfig, PreTrainedModel
 
 from artifacts import Bundle, PageGeometry, load
+from artifacts.atomic import replace_folder
+from artifacts.bundle import EVALUATION, MANIFEST, TENSORS
+from artifacts.errors import BundleError, FormatError
 from calib.collect import collect
 from calib.config import ConfigError, Settings
-from calib.data import Tokens, calibration_tokens, evaluation_tokens
+from calib.data import Tokens, calibration_tokens, evaluation_tokens, text_files
 from calib.evaluate import evaluate
-from calib.models import load_model, resolve_device
+from calib.progress import bars
 from calib.tap import Tap
-from runtime.hf import fingerprint, rotary
+from runtime.hf import fingerprint, load_causal_lm, model_path, resolve_device, rotary
 
+LONG = 131072  # tokens of a long context
 PACKAGES = ("signpost-kv", "torch", "transformers", "numpy", "numba", "safetensors")
 
 
 def run(settings: Settings, console: Console) -> Bundle:
-    """Calibrates, saves, loads again, evaluates what was loaded, saves with the evaluation, prints the table."""
-    config = settings.config
+    """Calibrates, saves, loads again, evaluates what was loaded, saves with the evaluation.
+
+    Whatever can be refused is refused before the long work starts. An error during evaluation leaves the calibrated
+    bundle.
+    """
+    config, evaluated = settings.config, settings.config.eval.source != "none"
     device = resolve_device(config.device)
-    with _progress(console) as progress:
-        load_task = progress.add_task("loading the model", total=1)
-        model, tokenizer = load_model(config.model, device)
-        model_info = fingerprint(model)
-        formats = settings.formats(model_info.l)
-        for layer in formats:  # a format that does not fit is refused before anything is computed
-            for side in (layer.key, layer.value):
-                PageGeometry.of(side, model_info.h_kv, model_info.d)
-        _check_length(model, "seqlen", config.seqlen)
-        progress.advance(load_task)
-        tokens = _step(progress, "calibration text", lambda: calibration_tokens(
-            config.data, model, tokenizer, config.samples, config.seqlen, config.seed))  # fmt: skip
-        bundle = calibrate(model, settings, tokens, progress)
-        path = bundle.save(config.out)
-        if config.eval.source != "none":
-            seqlen = config.eval.seqlen or config.seqlen
-            _check_length(model, "eval.seqlen", seqlen)
-            text = _step(progress, "evaluation text", lambda: evaluation_tokens(
-                config.eval, model, tokenizer, config.eval.tokens, seqlen, config.seed))  # fmt: skip
-            shipped = load(path)
-            bundle = shipped.with_evaluation(evaluate(model, shipped, text, config.eval.cache_tokens, progress))
+    for named in (config.data.path, config.eval.path):
+        if named is not None:
+            text_files(Path(named))
+    _check_model(settings)
+    _check_destination(Path(config.out))
+    source = load_causal_lm(config.model.path, _dtype(config.model.dtype, device), str(device), config.model.revision)
+    model = source[0]
+    with bars(console) as progress:  # not before: downloads and loading have bars of their own
+        tokens = calibration_tokens(config.data, *source, config.samples, config.seqlen, config.seed, progress)
+        if evaluated:
+            e = config.eval
+            text = evaluation_tokens(e, *source, e.tokens, settings.eval_seqlen, config.seed, progress)
+        path = calibrate(model, settings, tokens, progress).save(config.out)
+        bundle = load(path)
+        if evaluated:
+            console.print(Text(f"saved {path}"), soft_wrap=True)
+            bundle = bundle.with_evaluation(evaluate(model, bundle, text, config.eval.cache_tokens, progress))
             bundle.save(path)
-    console.print(summary(bundle, path, config.seqlen))
     return bundle
 
 
-def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress) -> Bundle:
+def _dtype(name: str, device: torch.device) -> str:
+    """On the CPU float32 is both exact and faster than emulated half precision."""
+    return "float32" if name == "auto" and device.type == "cpu" else name
+
+
+def _check_destination(out: Path) -> None:
+    """Raises what saving would raise at the end of the run: foreign files, no permission, no way to swap folders."""
+    destination = Path(os.path.realpath(out))
+    if destination.is_file():
+        raise BundleError(f"out={out} is a file: name a folder")
+    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - {MANIFEST, TENSORS, EVALUATION})):
+        raise BundleError(f"out={out} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".signpost-", dir=destination.parent) as rehearsal:
+        for _ in ("new", "replaced"):
+            replace_folder(Path(rehearsal) / "bundle", {MANIFEST: b""}, ours=(MANIFEST,))
+
+
+def _check_model(settings: Settings) -> None:
+    """Raises FormatError or ConfigError for what the model's configuration rules out, before gigabytes are read."""
+    config = settings.config
+    try:
+        model = AutoConfig.from_pretrained(
+            model_path(config.model.path), revision=config.model.revision
+        ).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return  # loading the model says what is wrong
+    h_kv = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    d = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    for layer in settings.formats(model.num_hidden_layers):
+        for name, side in (("key", layer.key), ("value", layer.value)):
+            try:
+                PageGeometry.of(side, h_kv, d)
+            except FormatError as error:
+                raise FormatError(f"method.{name}: {error}") from error
+    limit = getattr(model, "max_position_embeddings", None)
+    used = {"seqlen": config.seqlen} | ({"eval.seqlen": settings.eval_seqlen} if config.eval.source != "none" else {})
+    for name, seqlen in used.items():
+        if limit and seqlen > limit:
+            raise ConfigError(f"{name}={seqlen} is above the model's {limit} positions: set {name}={limit} or less")
+
+
+def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None) -> Bundle:
     """The bundle for `model`, without evaluation."""
     config, info = settings.config, fingerprint(model)
     formats = settings.formats(info.l)
     tensors = collect(Tap(model), tokens.ids, formats, config.method, info.h_kv, info.d, progress)
     arrays = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}
     arrays["rope.inv_freq"] = rotary(model)[1].numpy()
+    used = {name: value for name, value in settings.resolved.items() if name not in ("out", "eval")}
+    # Bundles travel, and folder names tell of their owners: names of the model and of the text have to do.
+    used["model"]["path"], used["data"]["path"] = info.name, config.data.path and Path(config.data.path).name
     provenance = {
         "data": tokens.provenance(),
         "seed": config.seed,
-        "settings": {k: v for k, v in settings.resolved.items() if k not in ("out", "eval")},
+        "settings": used,
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "packages": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }
@@ -73,49 +123,36 @@ def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progre
 
 
 def summary(bundle: Bundle, path: Path, n: int) -> Table:
-    """The one table that a run prints."""
-    table = Table(title=f"{bundle.recipe} for {bundle.model.name}", title_justify="left", show_header=False)
+    """The one table that a run prints. n: tokens at which bits are stated, besides a long context."""
     geometry, files = bundle.geometry, sum(f.stat().st_size for f in path.iterdir())
-    rows: list[tuple[str, str]] = [
-        ("bundle", f"{path} ({files / 1024:.0f} KiB)"),
-        ("bits per number, everything counted", f"{geometry.bits(n):.3f} at {n} tokens, {geometry.bits(131072):.3f} at 131072"),
-        ("cache at 131072 tokens", f"{geometry.cache_bytes(131072) / 2**20:.1f} MiB, {16 / geometry.bits(131072):.2f}x less"),
-    ]
-    if result := bundle.evaluation:
-        rows += [
-            ("evaluated on", f"{result['text']['source']}: {result['tokens']} tokens in windows of {result['context']}"),
-            ("loss", f"{result['loss']:.4f} nats per token, full precision {result['loss_full']:.4f} "
-                     f"({result['loss_increase']:+.4f})"),
-            ("perplexity", f"{result['perplexity']:.3f}, full precision {result['perplexity_full']:.3f}"),
-            ("KL to full precision", f"{result['kl_mean']:.5f} mean, {result['kl_p999']:.4f} at 99.9%"),
-            ("same top token", f"{100 * result['top1']:.2f}%"),
-        ]  # fmt: skip
-        if check := result.get("cache_check"):
-            rows.append(("real cache against simulation", f"loss {check['loss_cache']:.6f} against {check['loss_simulated']:.6f} "
-                         f"on {check['tokens']} tokens"))  # fmt: skip
-    for row in rows:
-        table.add_row(*row)
+    short, long = geometry.bits(n), geometry.bits(LONG)
+    rows = {
+        "bundle": f"{path} ({files / 1024:.0f} KiB)",
+        "bits per number, everything counted": f"{short:.3f} at {n} tokens, {long:.3f} at {LONG}",
+        f"cache at {LONG} tokens": f"{geometry.cache_bytes(LONG) / 2**20:.1f} MiB, {16 / long:.2f}x less",
+    } | _quality(bundle.evaluation or {})
+    table = Table(title=Text(f"{bundle.recipe} for {bundle.model.name}"), title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
     return table
 
 
-def _check_length(model: PreTrainedModel, name: str, seqlen: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and seqlen > limit:
-        raise ConfigError(f"{name}={seqlen} is above the model's {limit} positions: set {name}={limit} or less")
-
-
-def _step(progress: Progress, title: str, work: Any) -> Any:
-    task = progress.add_task(title, total=1)
-    result = work()
-    progress.advance(task)
-    return result
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with torch.random.fork_rng(devices=[]), Progress(*columns, console=console) as progress:
-        yield progress
+def _quality(result: Mapping[str, Any]) -> dict[str, str]:
+    """Rows of the summary on an evaluation; none without one."""
+    if not result:
+        return {}
+    rows = {
+        "evaluated on": f"{result['text']['source']}: {result['tokens']} tokens in windows of {result['context']}",
+        "loss": f"{result['loss']:.4f} nats per token, full precision {result['loss_full']:.4f} "
+        f"({result['loss_increase']:+.4f})",
+        "perplexity": f"{result['perplexity']:.3f}, full precision {result['perplexity_full']:.3f}",
+        "KL to full precision": f"{result['kl_mean']:.5f} mean, {result['kl_p999']:.4f} at 99.9%",
+        "same top token": f"{100 * result['top1']:.2f}%",
+    }
+    if check := result.get("cache_check"):
+        losses = f"loss {check['loss_cache']:.6f} against {check['loss_simulated']:.6f}"
+        rows["real cache against simulation"] = f"{losses} on {check['tokens']} tokens"
+    return rows
 
 
 def _version(package: str) -> str:

@@ -12,24 +12,23 @@ class Extremes:
 
     def __init__(self, k: int):
         self.k = k
-        self.count = 0  # numbers seen per column
-        self.low: Tensor | None = None  # [k, columns...], ascending
-        self.high: Tensor | None = None  # [k, columns...], descending
+        self.low: Tensor | None = None  # [at most k, columns...], ascending
+        self.high: Tensor | None = None  # [at most k, columns...], descending
 
     def observe(self, x: Tensor) -> None:
         """Takes in x, float32 [n, columns...]."""
-        self.count += x.shape[0]
         self.low = self._extreme(self.low, x, largest=False)
         self.high = self._extreme(self.high, x, largest=True)
 
     def merge(self, other: "Extremes") -> None:
         """Takes in what `other` has seen. Raises ValueError if it kept another number of extremes."""
         if other.k != self.k:
-            raise ValueError(f"extremes of k={other.k} do not merge with k={self.k}: collect both with the same settings")
+            raise ValueError(
+                f"extremes of k={other.k} do not merge with k={self.k}: collect both with the same settings"
+            )
         if other.low is not None and other.high is not None:
             self.low = self._extreme(self.low, other.low, largest=False)
             self.high = self._extreme(self.high, other.high, largest=True)
-            self.count += other.count
 
     def _extreme(self, kept: Tensor | None, x: Tensor, largest: bool) -> Tensor:
         both = x if kept is None else torch.cat([kept, x])

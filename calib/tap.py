@@ -1,10 +1,10 @@
-"""The tap: keys before RoPE and values of every layer, and the loss's gradients with respect to both, one sample at a time.
+"""The tap: keys before RoPE and values of every layer, and the loss's gradients with respect to both, sample by sample.
 
-Works on any decoder that hands its keys to a transformers cache: the cache is the tap. Gradients are taken of the activations
-alone; no gradient of any weight is ever allocated.
+Works on any decoder that hands its keys to a transformers cache: the cache is the tap. Gradients are taken of the
+activations alone; no gradient of any weight is ever allocated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from artifacts.errors import SignpostError
+from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
 from runtime.hf import rotary, text_config
 from runtime.rope import Rotation
 
 
-class ActivationError(SignpostError, ValueError):
-    """The model produced NaN or infinity."""
-
-
 @dataclass(frozen=True)
 class Activations:
-    """Keys and values of one layer and one sample, and their gradients: float32 [n, h_kv, d]; keys before and after RoPE.
+    """Keys before and after RoPE and values of one layer and one sample, and their gradients: float32 [n, h_kv, d].
 
-    Gradients are of the summed next-token loss (None without a backward pass); the keys' belong to the keys before RoPE.
+    Gradients are of the summed next-token loss (None without a backward pass).
     """
 
     layer: int
@@ -40,16 +36,15 @@ class Activations:
 
 
 class _TapCache(DynamicCache):
-    """Keeps what every layer hands over, with its gradient if there is a backward pass."""
+    """Keeps what every layer hands over, [1, h_kv, n, d], and hands it on as it is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        for states in (key_states, value_states):
-            if states.requires_grad:
-                states.retain_grad()
+        require_finite(key_states, f"layer {layer_idx}: keys")
+        require_finite(value_states, f"layer {layer_idx}: values")
         self.taken[layer_idx] = (key_states, value_states)
         return key_states, value_states
 
@@ -65,37 +60,55 @@ class Tap:
 
     def run(self, ids: Tensor, gradients: bool) -> Iterator[Activations]:
         """One sample, ids int64 [n]. Raises ActivationError for NaN or infinity, naming the layer."""
-        cache = _TapCache()
+        cache, ids = _TapCache(), ids[None].to(self.model.device)
+        found: list[Tensor | None] = [None] * (2 * self.layers)
         with torch.set_grad_enabled(gradients), _embeddings_require_grad(self.model, gradients):
-            ids = ids[None].to(self.model.device)
-            logits = self.model(ids, past_key_values=cache, use_cache=True).logits
+            hidden = hidden_states(self.model, ids, cache)
             if gradients:
-                loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
-                loss.backward()
-        del logits
+                taken = [x for layer in range(self.layers) for x in cache.taken[layer]]
+                found = list(_loss_gradients(self.model, hidden, ids, taken))
+        del hidden
         for layer in range(self.layers):
-            yield self._activations(layer, *cache.taken.pop(layer))
+            k, v = (x.detach() for x in cache.taken.pop(layer))
+            k_gradient, v_gradient = found[2 * layer : 2 * layer + 2]
+            found[2 * layer : 2 * layer + 2] = None, None  # so that memory shrinks while layers are consumed
+            yield self._activations(layer, k, v, k_gradient, v_gradient)
 
-    def _activations(self, layer: int, k: Tensor, v: Tensor) -> Activations:
+    def _activations(
+        self, layer: int, k: Tensor, v: Tensor, k_gradient: Tensor | None, v_gradient: Tensor | None
+    ) -> Activations:
         positions = torch.arange(k.shape[2], device=k.device)
-        gradients = [None if x.grad is None else x.grad[0].float() for x in (k, v)]
-        key, value = k.detach()[0].float(), v.detach()[0].float()
-        for name, x in (("keys", key), ("values", value), ("key gradients", gradients[0]), ("value gradients", gradients[1])):
-            if x is not None and not torch.isfinite(x).all():
-                raise ActivationError(
-                    f"layer {layer}: {name} hold NaN or infinity: check the weights, or calibrate in another model.dtype"
-                )
-        by_token = lambda x: None if x is None else x.transpose(0, 1)  # noqa: E731  [h_kv, n, d] -> [n, h_kv, d]
-        pulled = None if gradients[0] is None else self.rotation.pull_back(gradients[0], positions)
+        before, before_gradient = self.rotation.unrotate(k, positions), None
+        if k_gradient is not None and v_gradient is not None:
+            require_finite(k_gradient, f"layer {layer}: gradients of keys")
+            require_finite(v_gradient, f"layer {layer}: gradients of values")
+            before_gradient = _by_token(self.rotation.pull_back(k_gradient, positions))
+            k_gradient, v_gradient = _by_token(k_gradient), _by_token(v_gradient)
         return Activations(
-            layer,
-            by_token(self.rotation.unrotate(key, positions)),
-            by_token(key),
-            by_token(value),
-            by_token(pulled),
-            by_token(gradients[0]),
-            by_token(gradients[1]),
+            layer, _by_token(before), _by_token(k), _by_token(v), before_gradient, k_gradient, v_gradient
         )
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[1, h_kv, n, d] as float32 [n, h_kv, d]."""
+    return x[0].transpose(0, 1).float()
+
+
+def _loss_gradients(
+    model: PreTrainedModel, hidden: Tensor, ids: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of the summed next-token loss of ids [1, n] by `inputs`, on which hidden [1, n, hidden] depends.
+
+    Summed, not averaged: a mean would tie the scale of one sample's gradients to its length.
+    """
+    of_hidden = torch.zeros_like(hidden)
+    for rows in blocks(ids.shape[1] - 1):
+        block = hidden[:, rows].detach().requires_grad_()
+        logits = at_least_float32(head(model, block)[0])
+        loss = F.cross_entropy(logits, ids[0, rows.start + 1 : rows.stop + 1], reduction="sum")
+        require_finite(loss, "behind the last layer: logits")
+        of_hidden[:, rows] = torch.autograd.grad(loss, block)[0]
+    return torch.autograd.grad(hidden, inputs, of_hidden)
 
 
 @contextmanager

@@ -18,15 +18,21 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m runtime", description="Runs models with a compressed KV cache.")
     commands = top.add_subparsers(dest="command", required=True)
-    generate = commands.add_parser("generate", help="continue a prompt", description="Continues a prompt; streams the text.")
+    generate = commands.add_parser(
+        "generate", help="continue a prompt", description="Continues a prompt; streams the text."
+    )
     generate.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
     generate.add_argument("--model", required=True, help="folder or hub id of the model that the bundle was made for")
     generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     generate.add_argument("--seed", type=int, default=0, help="for temperature above 0; default: 0")
-    generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's")
-    generate.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one")
+    generate.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's"
+    )
+    generate.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one"
+    )
     return top
 
 

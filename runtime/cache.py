@@ -1,11 +1,12 @@
 """The compressed KV cache: sinks and newest tokens in full precision, everything between them in packed pages.
 
-One query step is `attend`: exact attention over what is cached and the step's own tokens, then the tokens are appended. A
-number is quantized once, when its page fills, and never again. Sequences own lists of page ids, so batches of different
-lengths, reordering and freeing are edits of tables.
+One query step is `attend`: exact attention over what is cached and the step's own tokens, then the tokens are appended.
+A number is quantized once, when its page fills, and never again. Sequences own lists of page ids, so batches of
+different lengths, reordering and freeing are edits of tables.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from runtime.cpu import PageReader
 from runtime.rope import Rotation
 
 FUSED_QUERIES = 8  # up to this many new tokens are attended by the page kernels; more make decoding to dense cheaper
+PAGES_AT_ONCE = 64  # that are encoded together: bounds the work space of a long prompt
 
 
 class CacheFullError(SignpostError, RuntimeError):
@@ -28,8 +30,8 @@ class CacheFullError(SignpostError, RuntimeError):
 class Side:
     """Keys or values of one layer for `b` sequences: sinks, newest tokens, pages.
 
-    Sinks and window are kept as the model made them (keys after RoPE, dtype of the model). Keys of a `pre_rope` format are
-    un-rotated when their page is packed.
+    Sinks and window are kept as the model made them (keys after RoPE, dtype of the model). Keys of a `pre_rope` format
+    are un-rotated when their page is packed.
     """
 
     def __init__(self, fmt: Format, codec: Codec, b: int, reserved: int | None, dtype: torch.dtype):
@@ -37,7 +39,7 @@ class Side:
         self.geometry: PageGeometry = codec.geometry
         shape, device = self.geometry.shape, codec.device
         pages = 0 if reserved is None else fmt.window.pages(reserved, fmt.t)
-        self.fixed = reserved is not None
+        self.reserved_pages = pages  # per sequence
         self.sinks = torch.zeros(b, fmt.window.sinks, shape.h_kv, shape.d, dtype=dtype, device=device)
         self.window = torch.zeros(b, fmt.window.recent + fmt.t, shape.h_kv, shape.d, dtype=dtype, device=device)
         self.filled = [0] * b  # tokens in the window
@@ -46,6 +48,10 @@ class Side:
         self.used = [0] * b  # pages in the table
         self.free = list(range(b * pages - 1, -1, -1))
         self._reader: PageReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied cache makes its own reader: this one looks at the memory of this pool."""
+        return self.__dict__ | {"_reader": None}
 
     @property
     def nbytes(self) -> int:
@@ -71,66 +77,69 @@ class Side:
         """Paged tokens decoded by the torch codec, float32 [tokens, h_kv, d] in the format's domain."""
         return self.codec.decode(self.pool.read(self.pages_of(sequence).long())).flatten(0, 1)
 
-    def append(self, sequence: int, x: Tensor, n: int, rotation: Rotation | None, offset: int) -> None:
-        """Appends x [m, h_kv, d] behind n tokens, for which `reserve` made room.
+    def encode(self, sequence: int, x: Tensor, n: int, rotation: Rotation | None, offset: int) -> dict[str, Tensor]:
+        """Fields of the pages that fill when x [m, h_kv, d] comes behind n tokens; none if none does. Changes nothing.
 
-        rotation: un-rotates what is packed, or None; the position of token 0 is `offset`.
+        rotation: un-rotates what is packed, or None; the position of token 0 is `offset`. Raises as `Codec.encode`.
         """
-        window, t = self.format.window, self.format.t
-        packed, total = self.used[sequence], window.pages(n + x.shape[0], t)
-        sinks = max(0, min(window.sinks - n, x.shape[0]))
-        self.sinks[sequence, n : n + sinks] = x[:sinks].to(self.sinks.dtype)
-        waiting = torch.cat([self.window[sequence, : self.filled[sequence]], x[sinks:].to(self.window.dtype)])
-        leaving = (total - packed) * t
-        if leaving:
+        window, t, packed = self.format.window, self.format.t, self.used[sequence]
+        count = window.pages(n + x.shape[0], t) - packed
+        if not count:
+            return {}
+        leaving = self._behind_pages(sequence, x, n)[: count * t]
+        if rotation is not None:
             first = offset + window.sinks + packed * t
-            self._pack(sequence, waiting[:leaving], first, rotation)
-        rest = waiting[leaving:]
+            positions = torch.arange(first, first + leaving.shape[0], device=x.device)
+            leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
+        groups = [self.codec.encode(group.unflatten(0, (-1, t)))[0] for group in leaving.split(PAGES_AT_ONCE * t)]
+        return {name: torch.cat([fields[name] for fields in groups]) for name in self.geometry.fields}
+
+    def append(self, sequence: int, x: Tensor, n: int, fields: dict[str, Tensor]) -> None:
+        """Appends x [m, h_kv, d] behind n tokens; `fields` is what `encode` made of them."""
+        window, t, used = self.format.window, self.format.t, self.used[sequence]
+        rest = self._behind_pages(sequence, x, n)
+        sinks = x[: max(0, window.sinks - n)]
+        self.sinks[sequence, n : n + sinks.shape[0]] = sinks
+        if count := window.pages(n + x.shape[0], t) - used:
+            self._make_room(used + count, count)
+            ids = torch.tensor([self.free.pop() for _ in range(count)], device=x.device)
+            self.pool.write(ids, fields)
+            self.table[sequence, used : used + count] = ids.int()
+            self.used[sequence] += count
+            rest = rest[count * t :]
         self.window[sequence, : rest.shape[0]] = rest
         self.filled[sequence] = rest.shape[0]
 
-    def _pack(self, sequence: int, x: Tensor, position: int, rotation: Rotation | None) -> None:
-        """Packs x [pages * t, h_kv, d] into new pages of the sequence; its first token stands at `position`."""
-        if rotation is not None:
-            positions = torch.arange(position, position + x.shape[0], device=x.device)
-            x = rotation.unrotate(x.transpose(0, 1), positions).transpose(0, 1)
-        fields, _ = self.codec.encode(x.unflatten(0, (-1, self.format.t)))
-        used, count = self.used[sequence], x.shape[0] // self.format.t
-        ids = torch.tensor([self.free.pop() for _ in range(count)], device=x.device)
-        self.pool.write(ids, fields)
-        self.table[sequence, used : used + count] = ids.int()
-        self.used[sequence] += count
+    def _behind_pages(self, sequence: int, x: Tensor, n: int) -> Tensor:
+        """The window's tokens and the new ones x, which come behind n tokens, without sinks."""
+        newest = self.window[sequence, : self.filled[sequence]]
+        return torch.cat([newest, x[max(0, self.format.window.sinks - n) :].to(newest.dtype)])
 
-    def reserve(self, sequence: int, n: int) -> None:
-        """Makes room for a sequence of n tokens. Raises CacheFullError if that takes more pages than were reserved."""
-        pages = self.format.window.pages(n, self.format.t)
-        needed = pages - self.used[sequence]
-        if pages <= self.table.shape[1] and needed <= len(self.free):
-            return
-        if self.fixed:
-            limit = self.table.shape[1] * self.format.t + self.window.shape[1] + self.sinks.shape[1] - 1
-            raise CacheFullError(
-                f"sequence {sequence} needs {pages} pages, {self.table.shape[1]} were reserved (up to {limit} tokens): "
-                "reserve more (max_tokens=), or leave max_tokens out to let the cache grow"
-            )
-        if pages > self.table.shape[1]:
-            self.table = F.pad(self.table, (0, max(pages, 2 * self.table.shape[1]) - self.table.shape[1]))
-        if needed > len(self.free):
-            capacity = max(self.pool.capacity + needed, 2 * self.pool.capacity)
-            self.free = list(range(capacity - 1, self.pool.capacity - 1, -1)) + self.free
-            self.pool = self.pool.grown(capacity)
-            self._reader = None
+    def _make_room(self, per_sequence: int, more: int) -> None:
+        """Lets every table hold `per_sequence` pages and the pool `more`; what was reserved is never too small."""
+        if per_sequence > self.table.shape[1]:
+            width = max(per_sequence, 2 * self.table.shape[1])
+            self.table = F.pad(self.table, (0, width - self.table.shape[1]))
+        if more > len(self.free):
+            self._grow(max(self.pool.capacity + more, 2 * self.pool.capacity))
+
+    def _grow(self, capacity: int) -> None:
+        self.free = list(range(capacity - 1, self.pool.capacity - 1, -1)) + self.free
+        self.pool = self.pool.grown(capacity)
+        self._reader = None
 
     def select(self, sequences: list[int]) -> None:
-        """Makes the batch the given old sequences (any may be repeated or left out). Pages that nobody owns become free.
+        """Makes the batch the given old sequences (any may be repeated or left out). Pages of nobody become free.
 
         A repeated sequence gets its own copy of the table but shares full pages, which are never written again.
         """
-        index = torch.tensor(sequences, device=self.table.device)
+        index = torch.tensor(sequences, dtype=torch.int64, device=self.table.device)
         self.sinks, self.window = self.sinks[index], self.window[index]
         self.filled = [self.filled[i] for i in sequences]
         self.table = self.table[index]
         self.used = [self.used[i] for i in sequences]
+        if (reserved := len(sequences) * self.reserved_pages) > self.pool.capacity:
+            self._grow(reserved)
         owned = {page for i in range(len(sequences)) for page in self.pages_of(i).tolist()}
         self.free = [page for page in range(self.pool.capacity - 1, -1, -1) if page not in owned]
 
@@ -138,65 +147,83 @@ class Side:
 class LayerCache:
     """Cache of one layer for `b` sequences. Query heads h_q = g * h_kv; tensors as transformers hands them out."""
 
-    def __init__(self, bundle: Bundle, layer: int, b: int, reserved: int | None, dtype: torch.dtype, rotation: Rotation):
+    def __init__(
+        self, bundle: Bundle, layer: int, b: int, reserved: int | None, dtype: torch.dtype, rotation: Rotation
+    ):
         formats, model = bundle.layers[layer], bundle.model
-        self.device, self.rotation = rotation.inv_freq.device, rotation
+        self.device, self.reserved = rotation.inv_freq.device, reserved
         self.lengths, self.offsets = [0] * b, [0] * b
-        self.key, self.value = (
-            Side(fmt, Codec(PageGeometry.of(fmt, model.h_kv, model.d), bundle.side_tensors(layer, side), self.device),
-                 b, reserved, dtype)
-            for side, fmt in (("key", formats.key), ("value", formats.value))
-        )  # fmt: skip
-        self.unrotate = rotation if formats.key.domain == "pre_rope" else None
+
+        def side(name: str, fmt: Format) -> Side:
+            geometry = PageGeometry.of(fmt, model.h_kv, model.d)
+            return Side(fmt, Codec(geometry, bundle.side_tensors(layer, name), self.device), b, reserved, dtype)
+
+        self.key, self.value = side("key", formats.key), side("value", formats.value)
+        self.rotation = rotation if formats.key.domain == "pre_rope" else None  # of packed keys
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return self.key.nbytes + self.value.nbytes
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
+    ) -> Tensor:
         """Causal attention of m new tokens over the cache and themselves; then they are appended.
 
         q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE; positions int64 [b or 1, m]; valid bool [b, m] marks real
         tokens (None: all are). Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
-        Raises ValueError where a sequence's positions do not follow each other, CacheFullError where the reserve is used up.
+        Raises ValueError where a sequence's positions do not follow each other and CacheFullError where it would
+        outgrow the reserve, both before anything has changed.
         """
         b, m = q.shape[0], q.shape[2]
+        everything = torch.arange(m, device=q.device)
+        rows = [everything if valid is None else valid[i].nonzero()[:, 0] for i in range(b)]
         positions = positions.expand(b, m)
+        for i in range(b):
+            self._check(i, positions[i][rows[i]])
         if valid is None and not any(self.lengths):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            out = out.transpose(1, 2)
             for i in range(b):
                 self._append(i, k[i], v[i], positions[i])
             return out
         out = q.new_zeros(b, m, q.shape[1], q.shape[3])
         for i in range(b):
-            rows = slice(None) if valid is None else valid[i].nonzero()[:, 0]
-            qi, ki, vi, pi = q[i][:, rows], k[i][:, rows], v[i][:, rows], positions[i][rows]
-            if pi.numel():
-                self._check_positions(i, pi)
-                out[i, rows] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
-                self._append(i, ki, vi, pi)
+            if not rows[i].numel():
+                continue
+            qi, ki, vi = q[i][:, rows[i]], k[i][:, rows[i]], v[i][:, rows[i]]
+            out[i, rows[i]] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
+            self._append(i, ki, vi, positions[i][rows[i]])
         return out
 
-    def _append(self, i: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        self._check_positions(i, positions)
-        n = self.lengths[i]
-        if not n:
-            self.offsets[i] = int(positions[0])
-        for side in (self.key, self.value):  # first both, so that a full cache leaves neither longer than the other
-            side.reserve(i, n + k.shape[1])
-        self.key.append(i, k.transpose(0, 1), n, self.unrotate, self.offsets[i])
-        self.value.append(i, v.transpose(0, 1), n, None, self.offsets[i])
-        self.lengths[i] = n + k.shape[1]
-
-    def _check_positions(self, i: int, positions: Tensor) -> None:
-        start = self.offsets[i] + self.lengths[i] if self.lengths[i] else int(positions[0])
-        expected = torch.arange(start, start + positions.numel(), device=positions.device)
-        if not torch.equal(positions, expected):
+    def _check(self, i: int, positions: Tensor) -> None:
+        """Raises where tokens at `positions` cannot come next in sequence i."""
+        n, more = self.lengths[i], positions.numel()
+        if self.reserved is not None and n + more > self.reserved:
+            raise CacheFullError(
+                f"sequence {i} holds {n} tokens and would get {more} more, but {self.reserved} were reserved: "
+                "reserve more (max_tokens=), or leave max_tokens out to let the cache grow"
+            )
+        if not more:
+            return
+        start = self.offsets[i] + n if n else int(positions[0])
+        if not torch.equal(positions, torch.arange(start, start + more, device=positions.device)):
             raise ValueError(
                 f"sequence {i}: positions {positions.tolist()[:8]}... do not continue at {start}: "
                 "tokens of a sequence must follow each other (pass an attention mask with padded batches)"
             )
+
+    def _append(self, i: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Appends k and v [h_kv, m, d] to sequence i: both or, if one cannot be encoded, neither."""
+        n = self.lengths[i]
+        offset = self.offsets[i] if n else int(positions[0])
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        key_fields = self.key.encode(i, k, n, self.rotation, offset)
+        value_fields = self.value.encode(i, v, n, None, offset)
+        self.key.append(i, k, n, key_fields)
+        self.value.append(i, v, n, value_fields)
+        self.offsets[i], self.lengths[i] = offset, n + k.shape[0]
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [h_q, m, d], k and v [h_kv, m, d] of sequence i -> [h_q, m, d]."""
@@ -217,15 +244,11 @@ class LayerCache:
         return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, fresh], -1)
 
     def _paged_scores(self, i: int, rows: Tensor) -> Tensor:
-        pages, t = self.key.pages_of(i), self.key.format.t
+        pages = self.key.pages_of(i)
         if not pages.numel():
             return rows.new_empty(*rows.shape[:2], 0)
-        if self.unrotate is None:
-            none = torch.empty(0, 0)
-            return self.key.reader.scores(rows, pages, none, none, None)
-        first = self.offsets[i] + self.key.format.window.sinks
-        cos, sin = (x[first : first + pages.numel() * t] for x in self.rotation.table(first + pages.numel() * t))
-        return self.key.reader.scores(rows, pages, cos, sin, (self.rotation.first, self.rotation.second))
+        position = self.offsets[i] + self.key.format.window.sinks
+        return self.key.reader.scores(rows, pages, self.rotation, position)
 
     def _values(self, i: int, weights: Tensor, v: Tensor) -> Tensor:
         """Weighted sum float32 [h_kv, g * m, d] of all cached and the new values."""
@@ -252,9 +275,9 @@ class LayerCache:
         if not side.used[i]:
             return torch.cat([sinks, newest, fresh], 1)
         paged = side.dense(i).transpose(0, 1)
-        if side is self.key and self.unrotate is not None:
+        if side is self.key and self.rotation is not None:
             first = self.offsets[i] + side.format.window.sinks
-            paged = self.unrotate.rotate(paged, torch.arange(first, first + paged.shape[1], device=paged.device))
+            paged = self.rotation.rotate(paged, torch.arange(first, first + paged.shape[1], device=paged.device))
         return torch.cat([sinks, paged.to(dtype), newest, fresh], 1)
 
     def select(self, sequences: list[int]) -> None:
@@ -270,10 +293,11 @@ class KVCache:
 
     bundle      loaded by `artifacts.load`
     b           sequences
-    max_tokens  tokens to reserve for, per sequence: then nothing is ever allocated again and `nbytes` equals
-                `b * bundle.geometry.cache_bytes(max_tokens, itemsize)`; None: pages are allocated by doubling
+    max_tokens  tokens to reserve for, per sequence, and the most that one may hold: `nbytes` is
+                `b * bundle.geometry.cache_bytes(max_tokens, itemsize)` from the start and no step allocates any more.
+                None: pages are allocated by doubling
     dtype       of sinks and window: the model's
-    device      where the cache lives. On the CPU decode steps run on the page kernels (numba); elsewhere on the torch codec
+    device      where the cache lives. On the CPU decode steps run on the page kernels (numba), elsewhere on the codec
     """
 
     def __init__(
@@ -288,7 +312,9 @@ class KVCache:
             raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
-        self.layers = [LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation) for layer in range(bundle.model.l)]
+        self.layers = [
+            LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation) for layer in range(bundle.model.l)
+        ]
 
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self.layers)

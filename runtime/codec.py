@@ -1,6 +1,7 @@
 """Pages in torch: encoding, decoding and storage. The readable reference, on any device."""
 
 from collections.abc import Mapping
+from functools import reduce
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ class Codec:
     tensors: the bundle's tensors of this side (numpy or torch); they are moved to `device`.
     """
 
-    def __init__(self, geometry: PageGeometry, tensors: Mapping[str, np.ndarray | Tensor], device: torch.device | str = "cpu"):
+    def __init__(
+        self, geometry: PageGeometry, tensors: Mapping[str, np.ndarray | Tensor], device: torch.device | str = "cpu"
+    ):
         self.geometry = geometry
         self.device = torch.device(device)
         self.tables = {name: torch.as_tensor(t).to(self.device) for name, t in tensors.items()}
@@ -29,27 +32,35 @@ class Codec:
         Returns the fields, each [p, h_kv, ...] or [p, ...] by scope, and the decoded pages in float32.
         Raises ValueError for NaN or infinity.
         """
-        x = x.float()
+        x = x.float().contiguous()
         if not torch.isfinite(x).all():
             raise ValueError("keys or values hold NaN or infinity: check the model's dtype and weights")
+        for name in self.geometry.format.transforms:
+            x = MODULES[name].forward(x, self.tables)
         shape, parts = self.geometry.shape, self.geometry.format.parts
         masks = [MODULES[n].select(p, shape, x, self.tables) for n, p in parts.items() if hasattr(MODULES[n], "select")]
         outliers = masks[0] if masks else None
         fields: dict[str, Tensor] = {}
-        total: Tensor | None = None
+        terms: list[Tensor] = []
         for name, part in parts.items():
-            residual = x if total is None else x - total
+            residual = x - reduce(torch.add, terms) if terms else x
             stored, approximation = MODULES[name].encode(part, shape, residual, outliers, self.tables)
             fields |= stored
-            total = approximation if total is None else total + approximation
-        assert total is not None
-        return fields, total
+            terms.append(approximation)
+        return fields, self._restored(reduce(torch.add, terms))
 
     def decode(self, fields: dict[str, Tensor]) -> Tensor:
         """Pages float32 [p, t, h_kv, d] from their fields."""
         shape = self.geometry.shape
         terms = [MODULES[n].decode(p, shape, fields, self.tables) for n, p in self.geometry.format.parts.items()]
-        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+        return self._restored(reduce(torch.add, terms))
+
+    def _restored(self, x: Tensor) -> Tensor:
+        """x [..., h_kv, d] with the transforms undone."""
+        x = x.contiguous()  # the same numbers in another layout may be multiplied in another order
+        for name in reversed(self.geometry.format.transforms):
+            x = MODULES[name].inverse(x, self.tables)
+        return x
 
 
 class PagePool:

@@ -1,11 +1,12 @@
 """Attention over packed pages on the CPU: numba kernels that read the pages' bytes.
 
-Two passes, because keys and values may be packed up to different tokens: scores of all paged keys, then, after the softmax,
-the weighted sum of all paged values. A page of one head is decoded once and serves all query rows.
-Numbers are float32; a kernel's tile is one head's page, [t, d].
+Two passes, because keys and values may be packed up to different tokens: scores of all paged keys, then, after the
+softmax, the weighted sum of all paged values. A page of one head is decoded once and serves all query rows.
+Numbers are float32; a kernel's tile is one head's page, [t, d]. Every format runs through the same compiled kernels.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -14,190 +15,292 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from artifacts import PageGeometry
-from artifacts.codes import pieces
+from artifacts.codes import RUN
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
 from runtime.parts.dense import codebook
+from runtime.rope import Rotation
 
 # float16 bits -> float32: numba has no float16 arithmetic on the CPU.
 _HALF = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-_SPLITS = 8  # parts of the value sum that run in parallel; fixed, so that results do not depend on the number of cores
+_SPLIT = 16  # pages whose values one task adds up; fixed, so that results do not depend on the number of cores
+_NO_TABLE = np.zeros((0, 0), np.float32)
+
+
+class Pages(NamedTuple):
+    """A pool as the kernels take it: its bytes, what turns them into numbers, and where in them the fields stand.
+
+    heads, records           uint8 [pages, h_kv, head bytes], [pages, record bytes]
+    values                   float32 [2**bits], the codebook
+    half                     float32 [65536], float16 bits to numbers
+    scale_table, zero_table  float32 [h_kv, d] from the bundle; empty where pages hold their own
+    tokens, channels         tokens and channels that share a scale
+    scales_in_record         1 where all heads share the scales, else 0
+    codes ... corrections    offsets in bytes from the start of a head's page or of a record; -1: no such field
+    """
+
+    heads: NDArray[np.uint8]
+    records: NDArray[np.uint8]
+    values: NDArray[np.float32]
+    half: NDArray[np.float32]
+    scale_table: NDArray[np.float32]
+    zero_table: NDArray[np.float32]
+    bits: int
+    tokens: int
+    channels: int
+    scales_in_record: int
+    codes: int
+    scales: int
+    zeros: int
+    starts: int
+    counts: int
+    indices: int
+    corrections: int
+
+    @classmethod
+    def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "Pages":
+        """The pool's bytes and layout; `tables` are the bundle's tensors of this side."""
+        part, shape, fields = pool.geometry.format.dense, pool.geometry.shape, pool.geometry.fields
+        rows, _, columns = part.scale_shape(shape)
+        from_bundle = part.scales == "bundle"
+
+        def offset(name: str) -> int:
+            return fields[name].offset if name in fields else -1
+
+        return cls(
+            heads=pool.heads.numpy(),
+            records=pool.records.numpy(),
+            values=codebook(part, tables, torch.device("cpu")).numpy(),
+            half=_HALF,
+            scale_table=tables["scale"].numpy() if from_bundle else _NO_TABLE,
+            zero_table=tables["zero"].numpy() if from_bundle else _NO_TABLE,
+            bits=part.bits,
+            tokens=shape.t // rows,
+            channels=shape.d // columns,
+            scales_in_record=int(not from_bundle and fields["scale"].field.scope == "layer"),
+            codes=offset("codes"),
+            scales=offset("scale"),
+            zeros=offset("zero"),
+            starts=offset("start"),
+            counts=offset("count"),
+            indices=offset("index"),
+            corrections=offset("correction"),
+        )
 
 
 @dataclass(frozen=True)
 class PageReader:
-    """Typed numpy views of a pool's fields, in the order in which the kernels take them."""
+    """Kernels over one pool: pages of t tokens, heads of d channels."""
 
     t: int
     d: int
-    dense: tuple[NDArray, ...]
-    sparse: tuple[NDArray, ...]
+    pages: Pages
+    rotation: Tensor | None  # the format's own, float32 [d, d]: pages hold x P
+    mean: Tensor | None  # float32 [h_kv, d]: pages hold (x - mean) P
 
     @classmethod
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "PageReader":
-        """Views of `pool`; `tables` are the bundle's tensors of this side."""
-        return cls(pool.geometry.shape.t, pool.geometry.shape.d, _dense_views(pool, tables), _sparse_views(pool))
+        """Reader of `pool`; `tables` are the bundle's tensors of this side."""
+        shape = pool.geometry.shape
+        return cls(shape.t, shape.d, Pages.of(pool, tables), tables.get("rotation"), tables.get("mean"))
 
-    def scores(self, q: Tensor, pages: Tensor, cos: Tensor, sin: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
+    def scores(self, q: Tensor, ids: Tensor, rotation: Rotation | None, position: int) -> Tensor:
         """Unscaled scores of every paged key.
 
-        q      float32 [h_kv, rows, d], after RoPE
-        pages  int32 [p], page ids of one sequence in token order
-        cos, sin  float32 [p * t, dim / 2] at the tokens' positions, and pairs int64 ([dim / 2], [dim / 2]) of channels, for
-                  keys stored before RoPE; pairs None for keys stored after it
+        q         float32 [h_kv, rows, d], after RoPE
+        ids       int32 [p], page ids of one sequence in token order
+        rotation  for keys stored before RoPE, whose first paged token stands at `position`; None for keys stored after
         Returns float32 [h_kv, rows, p * t].
         """
-        out = torch.empty(q.shape[0], q.shape[1], pages.numel() * self.t)
-        none = np.zeros(0, np.int64)
-        first, second = (none, none) if pairs is None else (pairs[0].numpy(), pairs[1].numpy())
-        _scores(self.dense, self.sparse, q.contiguous().numpy(), pages.numpy(), cos.numpy(), sin.numpy(), first, second,
-                self.t, out.numpy())  # fmt: skip
-        return out
+        tokens = ids.numel() * self.t
+        out = torch.empty(q.shape[0], q.shape[1], tokens)
+        # <q, mean + y P^T> = <q, mean> + <q P, y>: the query is transformed once, pages never.
+        shift = None if self.mean is None else q @ self.mean[:, :, None]
+        if self.rotation is not None:
+            q = q @ self.rotation
+        cos, sin, interleaved = _NO_TABLE, _NO_TABLE, False
+        if rotation is not None:
+            cos, sin = (x[position : position + tokens].numpy() for x in rotation.table(position + tokens))
+            interleaved = rotation.rope.layout == "interleaved"
+        _scores(self.pages, ids.numpy(), q.contiguous().numpy(), cos, sin, interleaved, self.t, out.numpy())
+        return out if shift is None else out + shift
 
-    def weighted_sum(self, weights: Tensor, pages: Tensor) -> Tensor:
-        """Sum over paged values: weights float32 [h_kv, rows, p * t], pages int32 [p] -> float32 [h_kv, rows, d]."""
+    def weighted_sum(self, weights: Tensor, ids: Tensor) -> Tensor:
+        """Sum over paged values: weights float32 [h_kv, rows, p * t], ids int32 [p] -> float32 [h_kv, rows, d]."""
         h_kv, rows, _ = weights.shape
-        partial = np.zeros((_SPLITS, h_kv, rows, self.d), np.float32)
-        _weighted_sum(self.dense, self.sparse, weights.contiguous().numpy(), pages.numpy(), self.t, partial)
-        return torch.from_numpy(partial).sum(0)
-
-
-def _words(view: Tensor) -> NDArray:
-    return view.numpy().view(np.uint32)
-
-
-def _halves(view: Tensor) -> NDArray:
-    return view.numpy().view(np.uint16)
-
-
-def _dense_views(pool: PagePool, tables: dict[str, Tensor]) -> tuple[NDArray, ...]:
-    """codes, pieces, codebook, then scale and zero as float16 bits [pages, T, H, C] and as float32 [1, T, H, C]."""
-    geometry: PageGeometry = pool.geometry
-    part, shape = geometry.format.dense, geometry.shape
-    layout = np.array([(p.code, p.word, p.shift, p.width, p.low) for p in pieces(part.bits)], np.int64)
-    values = codebook(part, tables, torch.device("cpu")).numpy()
-    sizes = part.scale_shape(shape)
-    half = [np.zeros((1, 1, 1, 1), np.uint16)] * 2
-    full = [np.zeros((1, 1, 1, 1), np.float32)] * 2
-    if part.scales == "bundle":
-        full = [tables[name].numpy().reshape(1, *sizes) for name in ("scale", "zero")]
-    else:
-        views = [pool.field(name) for name in ("scale", "zero")]
-        half = [_halves(v.unsqueeze(2) if v.dim() == 3 else v.transpose(1, 2)) for v in views]
-    online = np.array([part.scales == "online"])
-    return (_words(pool.field("codes")), layout, values, *half, *full, online, _HALF)
-
-
-def _sparse_views(pool: PagePool) -> tuple[NDArray, ...]:
-    """start, count, index, correction (float16 bits) and the table that turns them into numbers; empty without the part."""
-    if pool.geometry.format.sparse is None:
-        return (np.zeros((0, 0), np.uint32), np.zeros((0, 0, 0), np.uint8), np.zeros((0, 0), np.uint8),
-                np.zeros((0, 0), np.uint16), _HALF)  # fmt: skip
-    index, count = pool.field("index").numpy(), pool.field("count").numpy()
-    return (_words(pool.field("start")), count, index, _halves(pool.field("correction")), _HALF)
-
-
-@njit(cache=True)
-def _decode(dense, sparse, page, head, tile):  # type: ignore[no-untyped-def]
-    """Fills tile [t, d] with one head's page."""
-    codes, layout, values, scale16, zero16, scale32, zero32, online, half = dense
-    t, d = tile.shape
-    chosen = np.empty(32, np.int64)
-    for j in range(t):
-        for run in range(d // 32):
-            chosen[:] = 0
-            for p in range(layout.shape[0]):
-                word = np.int64(codes[page, head, j, run, layout[p, 1]])
-                bits = (word >> layout[p, 2]) & ((1 << layout[p, 3]) - 1)
-                chosen[layout[p, 0]] |= bits << layout[p, 4]
-            for i in range(32):
-                tile[j, run * 32 + i] = values[chosen[i]]
-    if online[0]:
-        _apply_half(tile, scale16, zero16, half, page, head)
-    else:
-        _apply(tile, scale32, zero32, head)
-    if sparse[0].shape[0]:
-        _correct(tile, sparse, page, head)
-
-
-@njit(cache=True)
-def _apply(tile, scale, zero, head):  # type: ignore[no-untyped-def]
-    """tile = zero + scale * tile, float32 scales [1, 1, h_kv, d] from the bundle."""
-    for j in range(tile.shape[0]):
-        for c in range(tile.shape[1]):
-            tile[j, c] = zero[0, 0, head, c] + scale[0, 0, head, c] * tile[j, c]
-
-
-@njit(cache=True)
-def _apply_half(tile, scale, zero, half, page, head):  # type: ignore[no-untyped-def]
-    """tile = zero + scale * tile, float16 scales [pages, T, H, C] of the page, each for a block of the tile."""
-    t, d = tile.shape
-    tokens, channels = t // scale.shape[1], d // scale.shape[3]
-    h = min(head, scale.shape[2] - 1)
-    for j in range(t):
-        for group in range(scale.shape[3]):
-            s = half[scale[page, j // tokens, h, group]]
-            z = half[zero[page, j // tokens, h, group]]
-            for c in range(group * channels, (group + 1) * channels):
-                tile[j, c] = z + s * tile[j, c]
-
-
-@njit(cache=True)
-def _correct(tile, sparse, page, head):  # type: ignore[no-untyped-def]
-    """Adds the outliers' corrections of one head's page."""
-    start, count, index, correction, half = sparse
-    d = tile.shape[1]
-    slot = np.int64(start[page, head])
-    for block in range(count.shape[2]):
-        for _ in range(count[page, head, block]):
-            position = block * BLOCK + np.int64(index[page, slot])
-            tile[position // d, position % d] += half[correction[page, slot]]
-            slot += 1
-
-
-@njit(cache=True)
-def _rotate(tile, cos, sin, token, first, second):  # type: ignore[no-untyped-def]
-    """Rotates keys tile[j] by the angle of token + j."""
-    for j in range(tile.shape[0]):
-        for i in range(first.shape[0]):
-            a, b = tile[j, first[i]], tile[j, second[i]]
-            tile[j, first[i]] = a * cos[token + j, i] - b * sin[token + j, i]
-            tile[j, second[i]] = b * cos[token + j, i] + a * sin[token + j, i]
-
-
-@njit(cache=True, parallel=True)
-def _scores(dense, sparse, q, pages, cos, sin, first, second, t, out):  # type: ignore[no-untyped-def]
-    h_kv, rows, d = q.shape
-    for work in prange(h_kv * pages.shape[0]):
-        head, p = work // pages.shape[0], work % pages.shape[0]
-        tile = np.empty((t, d), np.float32)
-        _decode(dense, sparse, pages[p], head, tile)
-        if first.shape[0]:
-            _rotate(tile, cos, sin, p * t, first, second)
-        for r in range(rows):
-            for j in range(t):
-                total = np.float32(0)
-                for c in range(d):
-                    total += q[head, r, c] * tile[j, c]
-                out[head, r, p * t + j] = total
-
-
-@njit(cache=True, parallel=True)
-def _weighted_sum(dense, sparse, weights, pages, t, partial):  # type: ignore[no-untyped-def]
-    splits, h_kv, rows, d = partial.shape
-    for work in prange(splits * h_kv):
-        split, head = work // h_kv, work % h_kv
-        tile = np.empty((t, d), np.float32)
-        for p in range(split, pages.shape[0], splits):
-            _decode(dense, sparse, pages[p], head, tile)
-            for r in range(rows):
-                for j in range(t):
-                    w = weights[head, r, p * t + j]
-                    for c in range(d):
-                        partial[split, head, r, c] += w * tile[j, c]
+        partial = torch.zeros(-(-ids.numel() // _SPLIT), h_kv, rows, self.d)
+        _weighted_sum(self.pages, ids.numpy(), weights.contiguous().numpy(), self.t, partial.numpy())
+        out = partial.sum(0)
+        if self.rotation is not None:
+            out = out @ self.rotation.T
+        return out if self.mean is None else out + weights.sum(-1, keepdim=True) * self.mean[:, None]
 
 
 def set_threads(n: int) -> None:
     """Limits the kernels to n cores; raises ValueError outside 1 ... the number of cores numba was started with."""
     numba.set_num_threads(n)
+
+
+@njit(cache=True)
+def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
+    """Fills tile [t, d] with one head's page."""
+    t, d = tile.shape
+    words = pages.heads[page, head, pages.codes : pages.codes + t * d * pages.bits // 8].view(np.uint32)
+    _look_up(words, pages.bits, pages.values, tile.reshape(-1))
+    if pages.scales < 0:
+        _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
+    else:
+        _rescale_by_page(pages, page, head, tile)
+    if pages.starts >= 0:
+        _correct(pages, page, head, tile)
+
+
+@njit(cache=True)
+def _look_up(words: Any, bits: int, values: Any, out: Any) -> None:
+    """out = values[codes], codes packed as `artifacts.codes` says. The widths are constants, so that loops unroll."""
+    if bits == 1:
+        for w in range(words.size):
+            _word(words[w], 1, 32, values, out[32 * w :])
+    elif bits == 2:
+        for w in range(words.size):
+            _word(words[w], 2, 16, values, out[16 * w :])
+    elif bits == 4:
+        for w in range(words.size):
+            _word(words[w], 4, 8, values, out[8 * w :])
+    elif bits == 8:
+        for w in range(words.size):
+            _word(words[w], 8, 4, values, out[4 * w :])
+    else:
+        for run in range(out.size // RUN):
+            _run_of_three(words[3 * run : 3 * run + 3], values, out[RUN * run : RUN * (run + 1)])
+
+
+@njit(cache=True, inline="always")
+def _word(word: int, bits: int, count: int, values: Any, out: Any) -> None:
+    for i in range(count):
+        out[i] = values[(word >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)]
+
+
+@njit(cache=True, inline="always")
+def _run_of_three(words: Any, values: Any, out: Any) -> None:
+    """3 bits: ten codes a word, the last two of the run in the two bits left at the top of each word."""
+    for w in range(3):
+        _word(words[w], 3, 10, values, out[10 * w :])
+    a, b, c = words[0] >> np.uint32(30), words[1] >> np.uint32(30), words[2] >> np.uint32(30)
+    out[30] = values[a | ((b & np.uint32(1)) << np.uint32(2))]
+    out[31] = values[(b >> np.uint32(1)) | (c << np.uint32(1))]
+
+
+@njit(cache=True)
+def _rescale_by_page(pages: Any, page: int, head: int, tile: Any) -> None:
+    """tile = zero + scale * tile with the page's own float16 scales, [t / tokens, d / channels]."""
+    t, d = tile.shape
+    columns = d // pages.channels
+    count = t // pages.tokens * columns
+    stored = pages.records[page] if pages.scales_in_record else pages.heads[page, head]
+    scales = stored[pages.scales : pages.scales + 2 * count].view(np.uint16)
+    zeros = stored[max(0, pages.zeros) : max(0, pages.zeros) + 2 * count].view(np.uint16)
+    scale, zero = np.empty(columns, np.float32), np.zeros(columns, np.float32)
+    for row in range(t // pages.tokens):
+        for c in range(columns):
+            scale[c] = pages.half[scales[row * columns + c]]
+            if pages.zeros >= 0:
+                zero[c] = pages.half[zeros[row * columns + c]]
+        _rescale(tile[row * pages.tokens : (row + 1) * pages.tokens], scale, zero, pages.channels)
+
+
+@njit(cache=True)
+def _rescale(tile: Any, scale: Any, zero: Any, channels: int) -> None:
+    """tile [tokens, d] = zero + scale * tile; each of the scales [d / channels] belongs to so many channels."""
+    for j in range(tile.shape[0]):
+        row = tile[j]
+        if channels == 1:
+            for c in range(row.size):
+                row[c] = zero[c] + scale[c] * row[c]
+        else:
+            for group in range(scale.size):
+                s, z, part = scale[group], zero[group], row[group * channels : (group + 1) * channels]
+                for c in range(part.size):
+                    part[c] = z + s * part[c]
+
+
+@njit(cache=True)
+def _correct(pages: Any, page: int, head: int, tile: Any) -> None:
+    """Adds the outliers' corrections of one head's page."""
+    numbers = tile.reshape(-1)
+    record = pages.records[page]
+    blocks = numbers.size // BLOCK
+    counts = record[pages.counts + head * blocks : pages.counts + (head + 1) * blocks]
+    slot = np.int64(record[pages.starts : pages.counts].view(np.uint32)[head])
+    corrections = record[pages.corrections :].view(np.uint16)
+    for block in range(blocks):
+        for _ in range(counts[block]):
+            numbers[block * BLOCK + record[pages.indices + slot]] += pages.half[corrections[slot]]
+            slot += 1
+
+
+@njit(cache=True)
+def _rotate(tile: Any, cos: Any, sin: Any, interleaved: bool) -> None:
+    """Rotates keys tile [t, d] by the angles of cos and sin [t, dim / 2]."""
+    half = cos.shape[1]
+    spare = np.empty(half, np.float32)
+    for j in range(tile.shape[0]):
+        row = tile[j]
+        if interleaved:
+            _turn(row[0 : 2 * half : 2], row[1 : 2 * half : 2], cos[j], sin[j], spare)
+        else:
+            _turn(row[:half], row[half : 2 * half], cos[j], sin[j], spare)
+
+
+@njit(cache=True)
+def _turn(a: Any, b: Any, cos: Any, sin: Any, spare: Any) -> None:
+    """(a, b) = (a cos - b sin, b cos + a sin); one store a loop, which the compiler can vectorize."""
+    for i in range(a.size):
+        spare[i] = a[i]
+    for i in range(a.size):
+        a[i] = spare[i] * cos[i] - b[i] * sin[i]
+    for i in range(a.size):
+        b[i] = b[i] * cos[i] + spare[i] * sin[i]
+
+
+@njit(cache=True, fastmath={"reassoc", "contract"})
+def _dot(a: Any, b: Any) -> Any:
+    """Dot product in whichever order of additions vectorizes."""
+    total = np.float32(0)
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+
+
+@njit(cache=True)
+def _add(total: Any, weight: float, row: Any) -> None:
+    """total += weight * row."""
+    for c in range(total.size):
+        total[c] += weight * row[c]
+
+
+@njit(cache=True, parallel=True)
+def _scores(pages: Any, ids: Any, q: Any, cos: Any, sin: Any, interleaved: bool, t: int, out: Any) -> None:
+    h_kv, rows, d = q.shape
+    for work in prange(h_kv * ids.size):
+        head, p = work // ids.size, work % ids.size
+        tile = np.empty((t, d), np.float32)
+        _decode(pages, ids[p], head, tile)
+        if cos.size:
+            _rotate(tile, cos[p * t : (p + 1) * t], sin[p * t : (p + 1) * t], interleaved)
+        for j in range(t):
+            for r in range(rows):
+                out[head, r, p * t + j] = _dot(q[head, r], tile[j])
+
+
+@njit(cache=True, parallel=True)
+def _weighted_sum(pages: Any, ids: Any, weights: Any, t: int, partial: Any) -> None:
+    splits, h_kv, rows, d = partial.shape
+    for work in prange(splits * h_kv):
+        split, head = work // h_kv, work % h_kv
+        tile = np.empty((t, d), np.float32)
+        for p in range(split * _SPLIT, min((split + 1) * _SPLIT, ids.size)):
+            _decode(pages, ids[p], head, tile)
+            for r in range(rows):
+                for j in range(t):
+                    _add(partial[split, head, r], weights[head, r, p * t + j], tile[j])

@@ -1,19 +1,33 @@
-"""The adapter for transformers 5: `model.generate(..., past_key_values=SignpostCache(model, bundle))`, model unpatched.
+"""The adapter for transformers 5: `model.generate(..., past_key_values=SignpostCache(model, bundle))`.
 
-Attention runs in here only while the model is called with a `SignpostCache`; with any other cache, or none, the model is as it
-was. This is the only file of the runtime that imports transformers.
+Attention runs in here only while the model is called with a `SignpostCache`; with any other cache, or none, the model
+computes what it always did. This is the only file of the runtime that imports transformers.
 """
 
 import hashlib
 import json
 import sys
+import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import update_wrapper
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import causal_mask_function
 
 from artifacts import Bundle, ModelFingerprint, Rope
 from artifacts.errors import SignpostError
@@ -26,8 +40,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequenc
 # Configuration entries that change the model's mathematics and are the same under every version of transformers.
 _HASHED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
-    "rope_parameters",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "rope_parameters",
 )  # fmt: skip
 
 _active: ContextVar["AttendingCache | None"] = ContextVar("signpost_active_cache", default=None)
@@ -38,17 +52,41 @@ class UnsupportedModelError(SignpostError, ValueError):
 
 
 class AttendingCache(Cache):
-    """A transformers cache that computes attention itself. Subclasses give `attend`; see `SignpostCache`."""
+    """A transformers cache that computes attention itself, for one model. Subclasses give `attend`: `SignpostCache`."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(layers=cast(Any, [_Layer() for _ in range(text_config(model).num_hidden_layers)]))
-        attach(model)
+        self.base = weakref.ref(attach(model))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """Attention of one layer; shapes as in `runtime.cache.LayerCache.attend`."""
         raise NotImplementedError
+
+    def check(self, base: nn.Module) -> None:
+        """Raises ValueError before a pass of `base` that cannot work: another model, or a cache with half a pass in it."""
+        if self.base() is not base:
+            raise ValueError("this cache was made for another model: make one for each model")
+        if len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
+            raise ValueError(
+                "an earlier pass was broken off half-way, and some layers hold tokens that others lack: "
+                "use a new cache, or reset() this one"
+            )
+
+    def check_mask(self, earlier: Tensor) -> None:
+        """Raises ValueError where a padding mask of the earlier tokens, bool [b, n], contradicts what is cached."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands the new tokens on to `attend`. Raises RuntimeError where another attention function would take them."""
+        if _active.get() is not self:
+            raise RuntimeError(
+                "this cache computes attention itself, and was passed around it: call the model that it was made for, "
+                "with the keyword past_key_values="
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class SignpostCache(AttendingCache):
@@ -74,6 +112,14 @@ class SignpostCache(AttendingCache):
         if q.shape[0] != self.kv.b:
             raise ValueError(f"a batch of {q.shape[0]} sequences, but this cache holds {self.kv.b}: use a new cache")
         return self.kv.layers[layer].attend(q, k, v, positions, valid, scaling)
+
+    def check_mask(self, earlier: Tensor) -> None:
+        shown, held = earlier.sum(1).tolist(), self.kv.lengths if self.kv else [0] * earlier.shape[0]
+        if shown != held:
+            raise ValueError(
+                f"the attention mask shows {shown} earlier tokens, but the cache holds {held} (by sequence): "
+                "what is cached cannot be masked any more; pass the mask of all tokens so far"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +167,6 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
-        self.seen += key_states.shape[-2]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -151,33 +196,50 @@ def _attention(
     position_ids: Tensor | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function as transformers calls it: query [b, h_q, m, d], key and value of the m new tokens."""
     cache = _active.get()
     if cache is None:
         raise RuntimeError("signpost attention runs only inside a forward pass with past_key_values=SignpostCache(...)")
-    if dropout or softcap or sliding_window:
+    if dropout or softcap or sliding_window or s_aux is not None:
         raise UnsupportedModelError(
-            f"attention with dropout={dropout}, softcap={softcap}, sliding_window={sliding_window} is not supported yet"
+            f"attention with dropout={dropout}, softcap={softcap}, sliding_window={sliding_window}, "
+            f"{'learned' if s_aux is not None else 'no'} sink logits is not supported yet"
         )
     if query.requires_grad:
         raise RuntimeError("a compressed cache is for inference: call the model under torch.no_grad()")
     if position_ids is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not pass position_ids to its attention function")
-    valid = None if attention_mask is None else attention_mask[:, -query.shape[2] :]
-    layer = cast(int, module.layer_idx)
-    return cache.attend(layer, query, key, value, position_ids, valid, scaling), None
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"an attention mask of {attention_mask.dim()} dimensions: only [batch, tokens] is supported")
+    m, layer = query.shape[2], cast(int, module.layer_idx)
+    valid = None if attention_mask is None else attention_mask[:, -m:]
+    out = cache.attend(layer, query, key, value, position_ids, valid, scaling)
+    cast(_Layer, cache.layers[layer]).seen += m
+    return out, None
 
 
 def _padding_mask(
-    batch_size: int, attention_mask: Tensor | None = None, device: Any = None, **_: Any
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **_: Any,
 ) -> Tensor | None:
     """Mask function as transformers calls it: the two-dimensional padding mask itself, or None if nothing is padded."""
+    if mask_function is not causal_mask_function:
+        raise UnsupportedModelError("attention masks other than causal ones are not supported yet")
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    if attention_mask.dim() != 2:
-        raise ValueError(f"an attention mask of {attention_mask.dim()} dimensions: only [batch, tokens] is supported")
+    if attention_mask.shape[1] != kv_length:
+        raise ValueError(
+            f"an attention mask over {attention_mask.shape[1]} tokens, but {kv_length - q_length} have passed and "
+            f"{q_length} are new: pass the mask of all tokens so far"
+        )
+    if cache := _active.get():
+        cache.check_mask(attention_mask[:, : kv_length - q_length])
     return attention_mask.bool()
 
 
@@ -185,31 +247,48 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _padding_mask)
 
 
-def attach(model: PreTrainedModel) -> None:
-    """Lets `model` use AttendingCaches. Idempotent; forward passes without such a cache are unchanged."""
-    base = cast(nn.Module, model.base_model)
-    if getattr(base, "_signpost_attached", False):
-        return
-    configs = list({id(m.config): m.config for m in base.modules() if hasattr(m, "config")}.values())
-    saved: list[Any] = []
+def attach(model: PreTrainedModel) -> nn.Module:
+    """Lets `model` use AttendingCaches, and returns its base model, whose forward is wrapped for that. Idempotent."""
+    base = model.base_model
+    if not isinstance(base.forward, _Forward):
+        base.forward = _Forward(base)
+    base.forward.configs = list({id(m.config): m.config for m in base.modules() if hasattr(m, "config")}.values())
+    return base
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+class _Forward:
+    """Forward pass of an attached base model: our attention under an AttendingCache, the model's own under any other.
+
+    Transformers looks the attention function up in the configuration. It is set for the length of one pass, whatever
+    ends it. An object, not a closure, so that a deep copy of the model wraps the copy's own forward.
+    """
+
+    configs: list[Any]  # of the base model and of what is in it
+
+    def __init__(self, base: nn.Module):
+        self.base, self.forward = base, base.forward
+        self.own: list[str] = []  # the model's own attention functions, one per configuration
+        update_wrapper(self, base.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, AttendingCache):
-            saved.append((_active.set(cache), [c._attn_implementation for c in configs]))
-            for config in configs:
-                config._attn_implementation = ATTENTION
-
-    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(kwargs.get("past_key_values"), AttendingCache) and saved:
-            token, implementations = saved.pop()
-            for config, implementation in zip(configs, implementations, strict=True):
-                config._attn_implementation = implementation
+        cache = cache if isinstance(cache, AttendingCache) else None
+        if cache is not None:
+            cache.check(self.base)
+        before = [config._attn_implementation for config in self.configs]
+        if ATTENTION not in before:  # else this pass runs inside of another one
+            self.own = before
+        token = _active.set(cache)
+        try:
+            self._set_attention(self.own if cache is None else [ATTENTION] * len(before))
+            return self.forward(*args, **kwargs)
+        finally:
+            self._set_attention(before)
             _active.reset(token)
 
-    base.register_forward_pre_hook(enter, with_kwargs=True)
-    base.register_forward_hook(leave, with_kwargs=True, always_call=True)
-    base._signpost_attached = True  # type: ignore[assignment]
+    def _set_attention(self, names: list[str]) -> None:
+        for config, name in zip(self.configs, names, strict=True):
+            config._attn_implementation = name
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -218,7 +297,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
-    """What a bundle remembers of `model`. Raises UnsupportedModelError with the reason where it cannot be compressed."""
+    """What a bundle remembers of `model`. Raises UnsupportedModelError, with the reason, where it has no support."""
     config = text_config(model)
     _require_supported(model, config)
     rope, _ = rotary(model)
@@ -226,7 +305,7 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
     known = {name: getattr(config, name) for name in _HASHED if hasattr(config, name)}
     index = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return ModelFingerprint(
-        name=str(config.name_or_path or type(model).__name__),
+        name=_public_name(str(config.name_or_path or type(model).__name__)),
         architecture=type(model).__name__,
         l=config.num_hidden_layers,
         h_q=h_q,
@@ -247,19 +326,20 @@ def rotary(model: PreTrainedModel) -> tuple[Rope, Tensor]:
     modules = [m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")]
     if not modules or not hasattr(modules[0], "inv_freq"):
         raise UnsupportedModelError(
-            f"{name} has no rotary embedding that applies to all layers alike; supported are decoders with rotary embeddings "
-            "(Llama, Mistral, Qwen2, Qwen3 and relatives)"
+            f"{name} has no rotary embedding that applies to all layers alike; supported are decoders with rotary "
+            "embeddings (Llama, Mistral, Qwen2, Qwen3 and relatives)"
         )
     embedding = cast(Any, modules[0])
     kind = getattr(embedding, "rope_type", "default")
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(
-            f"{name}: RoPE of type {kind!r} changes its frequencies with the length; supported are {', '.join(ROPE_KINDS)}"
+            f"{name}: RoPE of type {kind!r} changes its frequencies with the length; "
+            f"supported are {', '.join(ROPE_KINDS)}"
         )
     frequencies = embedding.inv_freq.detach().float().cpu()
     scaling = float(getattr(embedding, "attention_scaling", 1.0))
     for layout in ("half", "interleaved"):
-        rope = Rope(2 * frequencies.numel(), layout, scaling, kind)  # type: ignore[arg-type]
+        rope = Rope(2 * frequencies.numel(), layout, scaling, kind)
         if _rotates_alike(model, embedding, rope, frequencies):
             return rope, frequencies
     raise UnsupportedModelError(f"{name} rotates its keys in a way that is neither half nor interleaved RoPE")
@@ -282,7 +362,9 @@ def _rotates_alike(model: PreTrainedModel, embedding: Any, rope: Rope, frequenci
 def _require_supported(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name} caches a latent vector (MLA), not keys and values: there is nothing to compress")
+        raise UnsupportedModelError(
+            f"{name} caches a latent vector (MLA), not keys and values: there is nothing to compress"
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     if kinds != {"full_attention"} or (window and getattr(config, "use_sliding_window", True)):
@@ -290,9 +372,68 @@ def _require_supported(model: PreTrainedModel, config: Any) -> None:
             f"{name} has layers of kind {', '.join(sorted(kinds))} and sliding_window={window}: "
             "only full attention in all layers is supported yet"
         )
+    if not all(getattr(config, "no_rope_layers", None) or [True]):
+        raise UnsupportedModelError(f"{name} has layers without rotary embedding: all layers must have it")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not take an attention function from transformers' AttentionInterface")
 
 
+def _public_name(name_or_path: str) -> str:
+    """A hub id as it is; of a folder, only the last part: bundles travel, and paths tell of their owners."""
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_absolute() or path.is_dir() else name_or_path
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelLoadError(SignpostError, ValueError):
+    """The model, its dtype or its device cannot be had."""
+
+
+def model_path(name: str) -> str:
+    """Folder or hub id to load from; `tiny` is the embedded model."""
+    spec = find_spec("calib") if name == "tiny" and not Path(name).exists() else None
+    return str(Path(spec.origin).parent / "tiny") if spec and spec.origin else name
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises ModelLoadError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"device={name}: allowed are auto, cpu, cuda, cuda:0, ...") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device={name}: torch sees {torch.cuda.device_count()} CUDA devices here; use device=cpu")
+    return device
+
+
+def load_causal_lm(
+    name: str, dtype: str, device: str, revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in eval mode with frozen weights, and its tokenizer.
+
+    name      folder, hub id, or `tiny` for the embedded model
+    dtype     float32, bfloat16, float16, or auto for the checkpoint's
+    device    as in `resolve_device`
+    Raises ModelLoadError where one of them cannot be had.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelLoadError(f"dtype={dtype}: allowed are auto, {', '.join(DTYPES)}")
+    path, target = model_path(name), resolve_device(device)
+    try:
+        AutoConfig.from_pretrained(path, revision=revision)  # a clear error before gigabytes are read
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"))
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"cannot load the model {name!r}: {reason} Name a folder that holds a Hugging Face model, or a hub id"
+        ) from error
+    return cast(Any, model).to(target).eval().requires_grad_(False), tokenizer

@@ -1,4 +1,4 @@
-"""Rotary embedding from the bundle's frequencies, computed as the model computes it: float32 angle = position * frequency."""
+"""Rotary embedding from the bundle's frequencies, as the model computes it: float32 angle = position * frequency."""
 
 import numpy as np
 import torch

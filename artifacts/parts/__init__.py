@@ -1,7 +1,9 @@
 """Parts of a format, one file each: what a part's parameters are, what it stores in a page and in the bundle."""
 
+from artifacts.parts.center import Center
 from artifacts.parts.dense import Dense
+from artifacts.parts.rotate import Rotate
 from artifacts.parts.sparse import Sparse
 from artifacts.parts.window import Window
 
-__all__ = ["Dense", "Sparse", "Window"]
+__all__ = ["Center", "Dense", "Rotate", "Sparse", "Window"]

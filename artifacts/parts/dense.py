@@ -21,15 +21,19 @@ class Dense:
     axis      `channel`: one scale per channel; `token`: one scale per token
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
               ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token
-    codebook  `uniform`, `nf` (NormalFloat) or `nuq` (signposts from the bundle)
+    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle) or `lloyd` (Lloyd-Max for coordinates of a
+              random direction, TurboQuant; needs normalize `norm`)
     scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
+    normalize `range`: scale and zero point from the smallest and largest number; `norm`: the scale is the vector's
+              Euclidean norm and there is no zero point (axis `token`, online, group = d or a divisor)
     """
 
     bits: int
     axis: Literal["channel", "token"]
     group: int = 0
-    codebook: Literal["uniform", "nf", "nuq"] = "uniform"
+    codebook: Literal["uniform", "nf", "nuq", "lloyd"] = "uniform"
     scales: Literal["bundle", "online"] = "online"
+    normalize: Literal["range", "norm"] = "range"
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -45,6 +49,13 @@ class Dense:
                 "dense.axis=channel with scales=online needs a group of tokens (group=32, say): "
                 "the whole channel is known only to calibration (scales=bundle)"
             )
+        if self.normalize == "norm" and (self.axis != "token" or not self.group):
+            raise FormatError(
+                f"dense.normalize=norm needs axis=token and a group of channels (group = head dimension, say), "
+                f"not axis={self.axis}, group={self.group}"
+            )
+        if self.codebook == "lloyd" and self.normalize != "norm":
+            raise FormatError("dense.codebook=lloyd is made for vectors of norm 1: set dense.normalize=norm")
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where the part does not fit a page of this shape."""
@@ -67,7 +78,8 @@ class Dense:
             return (codes,)
         t, h_kv, c = self.scale_shape(shape)
         scope: Literal["head", "layer"] = "layer" if h_kv == 1 and not self.group else "head"
-        return (codes, Field("scale", "float16", (t, c), scope), Field("zero", "float16", (t, c), scope))
+        names = ("scale", "zero") if self.normalize == "range" else ("scale",)
+        return (codes, *(Field(name, "float16", (t, c), scope) for name in names))
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """What the bundle holds per layer and side."""

@@ -25,7 +25,7 @@ class Sparse:
     fraction    share of numbers treated as outliers, half at each end; 0.01 is KVQuant's 1%
     axis        what a vector is: `channel`, `token` (all kv heads of a token), or `matrix` (the layer as a whole)
     thresholds  `bundle`: calibrated offline (axis channel or matrix); `online`: the ceil(fraction/2 * n) largest and
-                smallest of each vector's n numbers (axis token)
+                smallest of each vector's n numbers (axis token, or axis channel over the tokens of the page)
     capacity    with thresholds from the bundle: slots per page as a multiple of the expected number. If a page has more
                 outliers, those that exceed their range by most (in units of the range) are kept and the rest are
                 clipped to the range
@@ -41,10 +41,10 @@ class Sparse:
             raise FormatError(
                 f"sparse.fraction={self.fraction} must be above 0 and at most 0.25; leave the part out for none"
             )
-        if (self.axis == "token") != (self.thresholds == "online"):
+        if (self.axis, self.thresholds) in (("token", "bundle"), ("matrix", "online")):
             raise FormatError(
                 f"sparse.axis={self.axis} does not go with thresholds={self.thresholds}: "
-                "thresholds of tokens are online, thresholds of channels and of the matrix come from the bundle"
+                "thresholds of tokens are online, those of the matrix come from the bundle, channels can have either"
             )
         if not 1 <= self.capacity <= 8:
             raise FormatError(f"sparse.capacity={self.capacity} must lie between 1 and 8 times the expected number")
@@ -55,13 +55,14 @@ class Sparse:
             raise FormatError(f"a page of {shape.t} tokens x {shape.d} channels is not a multiple of {BLOCK} numbers")
 
     def per_end(self, shape: PageShape) -> int:
-        """Outliers at each end of one token's h_kv * d numbers, for online thresholds."""
-        return ceil(self.fraction / 2 * shape.h_kv * shape.d)
+        """Outliers at each end of one vector (a token's h_kv * d numbers, a channel's t), for online thresholds."""
+        return ceil(self.fraction / 2 * (shape.h_kv * shape.d if self.axis == "token" else shape.t))
 
     def slots(self, shape: PageShape) -> int:
         """Outliers that a page has room for, all heads."""
         if self.thresholds == "online":
-            return shape.t * 2 * self.per_end(shape)
+            vectors = shape.t if self.axis == "token" else shape.h_kv * shape.d
+            return vectors * 2 * self.per_end(shape)
         return min(shape.numbers, ceil(self.capacity * self.fraction * shape.numbers))
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:

@@ -3,37 +3,46 @@
 import torch
 from torch import Tensor
 
+from artifacts.errors import SignpostError
 from artifacts.fields import PageShape
 from artifacts.parts import Dense
-from calib.signposts import Signposts, WeightedHistogram, fit_signposts
-from calib.statistics import Extremes
+from calib.fits import Fit, Side
+from calib.signposts import WeightedHistogram, fit_signposts
 from runtime.parts import dense
+
+
+def pending(side: Side) -> Fit | None:
+    """Ranges, then signposts, as far as they come from the bundle and are not found yet."""
+    part = side.format.dense
+    if part.scales == "bundle" and "scale" not in side.tables:
+        sparse = side.format.sparse
+        if not sparse or (sparse.axis, sparse.thresholds) != ("channel", "bundle"):
+            return RangeFit()
+        # Thresholds of a channel are the first numbers inside: exactly the ends of its range.
+        side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
+    if part.codebook == "nuq" and "signposts" not in side.tables:
+        return SignpostFit(part, side.method.weights, side.method.bins, side.tables, side.name)
+    return None
 
 
 class RangeFit:
     """Scale and zero point of each channel from the extremes of its numbers, outliers left out."""
 
+    title = "ranges"
     gradients = False
 
     def __init__(self) -> None:
-        self.extremes = Extremes(1)
+        self.low, self.high = torch.tensor(torch.inf), torch.tensor(-torch.inf)
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        """Takes in pages float32 [p, t, h_kv, d]; outliers is a mask of the same shape or None."""
-        x = pages.flatten(0, 1)
-        if outliers is None:
-            self.extremes.observe(x)
-            return
-        hidden = outliers.flatten(0, 1)
-        side = Extremes(1)
-        side.low = torch.where(hidden, torch.inf, x).amin(0, keepdim=True)
-        side.high = torch.where(hidden, -torch.inf, x).amax(0, keepdim=True)
-        self.extremes.merge(side)
+        low = pages if outliers is None else pages.masked_fill(outliers, torch.inf)
+        high = pages if outliers is None else pages.masked_fill(outliers, -torch.inf)
+        self.low = torch.minimum(self.low.to(pages.device), low.amin((0, 1)))
+        self.high = torch.maximum(self.high.to(pages.device), high.amax((0, 1)))
 
     def result(self) -> dict[str, Tensor]:
         """scale, zero: float32 [h_kv, d]. A channel that has nothing but outliers gets 0 for both."""
-        assert self.extremes.low is not None and self.extremes.high is not None
-        return ranges(self.extremes.low[0], self.extremes.high[0])
+        return ranges(self.low, self.high)
 
 
 def ranges(lower: Tensor, upper: Tensor) -> dict[str, Tensor]:
@@ -46,19 +55,20 @@ def ranges(lower: Tensor, upper: Tensor) -> dict[str, Tensor]:
 
 
 class SignpostFit:
-    """Signposts of one layer and side: the k-means of normalized numbers a_i that minimizes sum_i w_i (a_i - Q(a_i))^2.
+    """Signposts of one side of one layer: they minimize sum_i w_i (a_i - Q(a_i))^2 over its normalized numbers a_i.
 
-    weights: none (w = 1), fisher (w = F_ii, the squared gradient) or fisher_scaled (w = F_ii * s_i^2, KVQuant equation 5 with
-    the scales of normalization; without s_i a step counts the same in a wide and in a narrow vector).
+    weights: none (w = 1), fisher (w = F_ii, the squared gradient) or fisher_scaled (w = F_ii * s_i^2, KVQuant equation
+    5 with the scales of normalization; without s_i a step counts the same in a wide and in a narrow vector).
     """
 
-    def __init__(self, part: Dense, weights: str, bins: int, tables: dict[str, Tensor]):
-        self.part, self.weights, self.tables = part, weights, tables
+    title = "signposts"
+
+    def __init__(self, part: Dense, weights: str, bins: int, tables: dict[str, Tensor], name: str = "this side"):
+        self.part, self.weights, self.tables, self.name = part, weights, tables, name
         self.gradients = weights != "none"
         self.histogram = WeightedHistogram.empty(bins)
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        """Takes in pages and gradients, float32 [p, t, h_kv, d]; outliers is a mask of the same shape or None."""
         normalized, scale = dense.normalize(self.part, PageShape(*pages.shape[1:]), pages, outliers, self.tables)
         weight = torch.ones_like(pages) if gradient is None or self.weights == "none" else gradient.square()
         if self.weights == "fisher_scaled":
@@ -68,10 +78,11 @@ class SignpostFit:
         numbers, weights = (x[kept].cpu().numpy() for x in (normalized.clamp(-1, 1), weight))
         self.histogram = self.histogram.merge(WeightedHistogram.of(numbers, weights, self.histogram.bins))
 
-    def fit(self) -> Signposts:
-        """The optimum. Raises ValueError where no number has any weight."""
-        return fit_signposts(self.histogram, 1 << self.part.bits)
-
     def result(self) -> dict[str, Tensor]:
-        """signposts: float32 [2**bits], ascending."""
-        return {"signposts": torch.from_numpy(self.fit().values).float()}
+        """signposts: float32 [2**bits], ascending. Raises SignpostError where no number has any weight."""
+        if not self.histogram.weight.any():
+            raise SignpostError(
+                f"{self.name}: no number has any weight for the signposts, because all gradients are zero or all "
+                "numbers are equal: check that the model uses this layer, or set method.weights=none"
+            )
+        return {"signposts": torch.from_numpy(fit_signposts(self.histogram, 1 << self.part.bits).values).float()}

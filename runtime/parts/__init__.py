@@ -1,7 +1,7 @@
-"""Parts in torch, one file each: `encode` and `decode`, and `select` where a part takes numbers away from the others."""
+"""Parts in torch, one file each: `encode`, `decode`, and `select` where a part takes numbers away from the others."""
 
 from types import ModuleType
 
-from runtime.parts import dense, sparse
+from runtime.parts import center, dense, rotate, sparse
 
-MODULES: dict[str, ModuleType] = {"dense": dense, "sparse": sparse}
+MODULES: dict[str, ModuleType] = {"center": center, "rotate": rotate, "dense": dense, "sparse": sparse}

@@ -1,10 +1,10 @@
 """`dense` in torch: the readable reference that the CPU and CUDA kernels are held against.
 
-All arithmetic is float32. A number x of a vector with range (lo, hi) has `zero = (hi + lo) / 2`, `scale = (hi - lo) / 2`, is
-normalized to `a = (x - zero) * (1 / scale)`, and takes the nearest value of the codebook (a tie goes to the lower one).
+All arithmetic is float32. A number x of a vector with range (lo, hi) has `zero = (hi + lo) / 2`,
+`scale = (hi - lo) / 2`, is normalized to `a = (x - zero) * (1 / scale)`, and takes the nearest value of the codebook (a
+tie goes to the lower one). With `normalize: norm` the scale is the vector's Euclidean norm and the zero point 0.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +21,11 @@ def codebook(part: Dense, tables: dict[str, Tensor], device: torch.device) -> Te
     """Values of the codes, ascending, float32 [2**bits]."""
     if part.codebook == "nuq":
         return tables["signposts"]
-    formula = codebooks.uniform if part.codebook == "uniform" else codebooks.normal_float
-    return torch.from_numpy(formula(part.bits).astype(np.float32)).to(device)
+    if part.codebook == "lloyd":
+        values = codebooks.lloyd_max(part.bits, part.group)
+    else:
+        values = {"uniform": codebooks.uniform, "nf": codebooks.normal_float}[part.codebook](part.bits)
+    return torch.from_numpy(values).to(device)
 
 
 def encode(
@@ -39,7 +42,9 @@ def encode(
     chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges)
     fields = {"codes": codes.pack(chosen.transpose(1, 2), part.bits)}
     if part.scales == "online":
-        fields |= {"scale": _stored(scale), "zero": _stored(zero)}
+        fields["scale"] = _stored(part, scale)
+        if part.normalize == "range":
+            fields["zero"] = _stored(part, zero)
     return fields, _spread(zero, shape) + _spread(scale, shape) * values[chosen]
 
 
@@ -66,17 +71,18 @@ def _normalized(x: Tensor, scale: Tensor, zero: Tensor, shape: PageShape) -> Ten
 
 
 def _scales(part: Dense, shape: PageShape, name: str, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
-    """Scales (or zero points) as float32 [p or 1, *part.scale_shape]."""
+    """Scales (or zero points) as float32 [p or 1, *part.scale_shape]; no zero points: 0."""
     if part.scales == "bundle":
         return tables[name].reshape(1, *part.scale_shape(shape))
+    if name == "zero" and part.normalize == "norm":
+        return torch.zeros(1, *part.scale_shape(shape), device=fields["scale"].device)
     stored = fields[name].float()
-    return stored.unsqueeze(2) if stored.dim() == 3 else stored.transpose(1, 2)
+    return stored.transpose(1, 2) if part.group else stored.unsqueeze(2)
 
 
-def _stored(scales: Tensor) -> Tensor:
-    """[p, T, h, c] as the page field: float16 [p, h, T, c], or [p, T, c] where all heads share it."""
-    half = scales.half()
-    return half.squeeze(2) if scales.shape[2] == 1 else half.transpose(1, 2)
+def _stored(part: Dense, scales: Tensor) -> Tensor:
+    """[p, T, H, C] as the page field: float16 [p, H, T, C], or [p, T, C] where all heads share whole vectors."""
+    return scales.half().transpose(1, 2) if part.group else scales.half().squeeze(2)
 
 
 def _ranges(
@@ -85,16 +91,26 @@ def _ranges(
     """Scale and zero point, float32 [p or 1, *part.scale_shape], rounded as they are stored."""
     if part.scales == "bundle":
         return tuple(_scales(part, shape, name, {}, tables) for name in ("scale", "zero"))  # type: ignore[return-value]
+    if part.normalize == "norm":
+        inside = x if outliers is None else x.masked_fill(outliers, 0.0)
+        norm = _half(_grouped(inside, part, shape).square().sum((2, 4, 6)).sqrt())
+        return norm, torch.zeros_like(norm)
     keep = None if outliers is None else ~outliers
     low = _grouped(x if keep is None else torch.where(keep, x, torch.inf), part, shape).amin((2, 4, 6))
     high = _grouped(x if keep is None else torch.where(keep, x, -torch.inf), part, shape).amax((2, 4, 6))
     empty = low > high  # every number of the vector is an outlier
     low, high = (torch.where(empty, 0.0, bound) for bound in (low, high))
-    scale, zero = 0.5 * (high - low), 0.5 * (high + low)
-    worst = max(scale.max().item(), zero.abs().max().item()) if scale.numel() else 0.0
+    return _half(0.5 * (high - low)), _half(0.5 * (high + low))
+
+
+def _half(numbers: Tensor) -> Tensor:
+    """Rounded to float16, as float32. Raises FormatError for numbers that do not fit."""
+    worst = numbers.abs().max().item() if numbers.numel() else 0.0
     if not worst <= HALF_MAX:
-        raise FormatError(f"a scale or zero point of {worst:g} does not fit float16 (largest {HALF_MAX:g}): is the model sound?")
-    return scale.half().float(), zero.half().float()
+        raise FormatError(
+            f"a scale or zero point of {worst:g} does not fit float16 (largest {HALF_MAX:g}): is the model sound?"
+        )
+    return numbers.half().float()
 
 
 def _grouped(x: Tensor, part: Dense, shape: PageShape) -> Tensor:

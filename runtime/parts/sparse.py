@@ -6,15 +6,21 @@ from torch import Tensor
 from artifacts.fields import PageShape
 from artifacts.parts import Sparse
 from artifacts.parts.sparse import BLOCK, BLOCK_LIMIT
+from runtime.parts.dense import HALF_MAX
 
 
 def select(part: Sparse, shape: PageShape, x: Tensor, tables: dict[str, Tensor]) -> Tensor:
     """Outliers of pages x, float32 [p, t, h_kv, d], as a bool mask that never exceeds the page's slots."""
     if part.thresholds == "online":
-        return _limit_blocks(_extremes(x, part.per_end(shape)), x, shape)
+        per_end = part.per_end(shape)
+        if part.axis == "token":
+            mask = _extremes(x.flatten(2), per_end).view_as(x)
+        else:
+            mask = _extremes(x.movedim(1, -1), per_end).movedim(-1, 1)
+        return _limit_blocks(mask, x, shape)
     lower, upper = tables["lower"], tables["upper"]
     excess = torch.maximum(lower - x, x - upper) / (0.5 * (upper - lower)).clamp_min(torch.finfo(torch.float32).tiny)
-    mask = _limit_blocks(excess > 0, excess, shape)
+    mask = _limit_blocks((x < lower) | (x > upper), excess, shape)
     return _limit_pages(mask, excess, part.slots(shape))
 
 
@@ -32,7 +38,7 @@ def encode(
     start = torch.nn.functional.pad(per_head.cumsum(-1), (1, 0))
     slot = torch.arange(page.numel(), device=page.device) - (start[:, -1].cumsum(0) - start[:, -1])[page]
     numbers = residual.transpose(1, 2).reshape(p, -1)[page, position]
-    half = numbers.clamp(-65504.0, 65504.0).half()
+    half = numbers.clamp(-HALF_MAX, HALF_MAX).half()
     index = torch.zeros(p, n, dtype=torch.uint8, device=residual.device)
     correction = torch.zeros(p, n, dtype=torch.float16, device=residual.device)
     index[page, slot] = (position % BLOCK).to(torch.uint8)
@@ -65,11 +71,10 @@ def _by_token(flat: Tensor, shape: PageShape) -> Tensor:
 
 
 def _extremes(x: Tensor, per_end: int) -> Tensor:
-    """Mask of the `per_end` smallest and largest numbers of every token; ties go to the lower channel (stable sort)."""
-    flat = x.flatten(2)
-    order = flat.sort(dim=-1, stable=True).indices
-    chosen = torch.cat([order[..., :per_end], order[..., max(per_end, flat.shape[-1] - per_end) :]], -1)
-    return torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, chosen, True).view_as(x)
+    """Mask of the `per_end` smallest and largest numbers of every vector x[..., :]; of equal ones the first is smaller."""
+    order = x.sort(dim=-1, stable=True).indices
+    chosen = torch.cat([order[..., :per_end], order[..., max(per_end, x.shape[-1] - per_end) :]], -1)
+    return torch.zeros(x.shape, dtype=torch.bool, device=x.device).scatter_(-1, chosen, True)
 
 
 def _limit_blocks(mask: Tensor, rank: Tensor, shape: PageShape) -> Tensor:

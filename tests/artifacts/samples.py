@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from artifacts import Bundle, Dense, Format, LayerFormat, ModelFingerprint, PageShape, Rope, Sparse, Window
+from artifacts import (
+    Bundle,
+    Center,
+    Dense,
+    Format,
+    LayerFormat,
+    ModelFingerprint,
+    PageShape,
+    Rope,
+    Rotate,
+    Sparse,
+    Window,
+)
 
 SIZE = st.integers(0, 300)
 
@@ -21,13 +33,17 @@ def dense_parts(draw: Callable[..., Any]) -> Dense:
         | st.tuples(st.just("channel"), st.sampled_from([16, 32, 64]), st.just("online"))
         | st.tuples(st.just("token"), st.sampled_from([0, 32, 64]), st.just("online"))
     )
-    codebook = draw(st.sampled_from(["uniform", "nf", "nuq"]))
-    return Dense(draw(st.sampled_from([1, 2, 3, 4, 8])), axis, group, codebook, scales)
+    bits = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    if (axis, group) == ("token", 64) and draw(st.booleans()):
+        return Dense(bits, axis, group, draw(st.sampled_from(["lloyd", "nuq"])), scales, "norm")
+    return Dense(bits, axis, group, draw(st.sampled_from(["uniform", "nf", "nuq"])), scales)
 
 
 @st.composite
 def sparse_parts(draw: Callable[..., Any]) -> Sparse:
-    axis, thresholds = draw(st.sampled_from([("channel", "bundle"), ("matrix", "bundle"), ("token", "online")]))
+    axis, thresholds = draw(
+        st.sampled_from([("channel", "bundle"), ("channel", "online"), ("matrix", "bundle"), ("token", "online")])
+    )
     return Sparse(draw(st.floats(1e-4, 0.25)), axis, thresholds, draw(st.floats(1, 8)))
 
 
@@ -35,12 +51,17 @@ def sparse_parts(draw: Callable[..., Any]) -> Sparse:
 def formats(draw: Callable[..., Any], sinks: int | None = None, domains: tuple[str, ...] = ("post_rope",)) -> Format:
     """Any format that fits pages of 64 or 128 tokens and heads of 64, 128 or 256 channels."""
     window = Window(draw(SIZE) if sinks is None else sinks, draw(SIZE))
+    domain = draw(st.sampled_from(domains))
     return Format(
         t=draw(st.sampled_from([64, 128])),
         dense=draw(dense_parts()),
         sparse=draw(st.none() | sparse_parts()),
         window=window,
-        domain=draw(st.sampled_from(domains)),
+        domain=domain,
+        center=draw(st.none() | st.just(Center())) if domain == "post_rope" else None,
+        rotate=draw(st.none() | st.sampled_from([Rotate("haar"), Rotate("hadamard")]))
+        if domain == "post_rope"
+        else None,
     )
 
 

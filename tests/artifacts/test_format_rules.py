@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from artifacts import Dense, Format, FormatError, LayerFormat, PageShape, Sparse, Window
+from artifacts import Dense, Format, FormatError, LayerFormat, PageShape, Rotate, Sparse, Window
 from artifacts.format import from_json, to_json
 from tests.artifacts.samples import kvquant, layer_formats
 
@@ -45,9 +45,23 @@ REFUSED = {
         lambda: Sparse(0.01, "token", "bundle"),
         r"axis=token does not go with thresholds=bundle: thresholds of tokens are online",
     ),
-    "online channels": (
-        lambda: Sparse(0.01, "channel", "online"),
-        r"axis=channel does not go with thresholds=online: .* of channels and of the matrix come from the bundle",
+    "online matrix": (
+        lambda: Sparse(0.01, "matrix", "online"),
+        r"axis=matrix does not go with thresholds=online: .* those of the matrix come from the bundle",
+    ),
+    "norm of channels": (
+        lambda: Dense(2, "channel", 32, normalize="norm"),
+        r"normalize=norm needs axis=token and a group .* not axis=channel, group=32",
+    ),
+    "norm of all heads": (lambda: Dense(2, "token", normalize="norm"), r"normalize=norm needs axis=token and a group"),
+    "lloyd without norm": (lambda: Dense(2, "token", 64, codebook="lloyd"), r"lloyd is made for vectors of norm 1"),
+    "rotated before RoPE": (
+        lambda: Format(64, Dense(2, "token", 64), domain="pre_rope", rotate=Rotate("haar")),
+        r"does not commute with RoPE.*set domain=post_rope",
+    ),
+    "hadamard of no power of two": (
+        lambda: Rotate("hadamard").check(PageShape(64, 2, 96)),
+        r"needs a head dimension that is a power of two, not 96: use haar",
     ),
     "capacity below need": (lambda: Sparse(0.01, "matrix", "bundle", 0.9), r"capacity=0\.9 must lie between 1 and 8"),
     "capacity absurd": (lambda: Sparse(0.01, "matrix", "bundle", 8.5), r"capacity=8\.5 must lie between 1 and 8"),

@@ -64,4 +64,6 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_an_unknown_width_does_not_compile() -> None:
-    assert "a code has 1, 2, 3, 4 or 8 bits" in compile_unit('#include "codes.cuh"\nsigned x = signpost::Codes<5>::MASK;')
+    assert "a code has 1, 2, 3, 4 or 8 bits" in compile_unit(
+        '#include "codes.cuh"\nsigned x = signpost::Codes<5>::MASK;'
+    )

@@ -1,0 +1,26 @@
+"""Progress bars."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def bars(console: Console) -> Progress:
+    """A display of bars, to be entered with `with`."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def track(progress: Progress | None, title: str, total: int) -> Callable[[], None]:
+    """A bar of `total` steps; call the result after each. Without `progress` nothing is shown."""
+    if progress is None:
+        return lambda: None
+    task = progress.add_task(title, total=total)
+    return lambda: progress.advance(task)

@@ -1,0 +1,18 @@
+"""`rotate` in torch."""
+
+from torch import Tensor
+
+
+def forward(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    """Row vectors x [..., d] times P."""
+    return x @ tables["rotation"]
+
+
+def forward_gradient(gradient: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    """Gradients with respect to x as gradients with respect to x P: P is orthogonal, so they turn alike."""
+    return forward(gradient, tables)
+
+
+def inverse(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    """Row vectors x [..., d] times P^T."""
+    return x @ tables["rotation"].T

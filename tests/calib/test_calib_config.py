@@ -1,0 +1,196 @@
+"""Every file of conf/ composes, and what cannot work is refused in one clear line before a model is loaded."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from artifacts.errors import FormatError
+from calib import pipeline
+from calib.__main__ import CONF
+from calib.config import Config, ConfigError, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {"model=local": ["model.path=x"], "data=text": ["data.path=x"], "eval=text": ["eval.path=x"]}
+FILES = [
+    f"{group.name}={path.relative_to(group).with_suffix('')}"
+    for group in sorted(CONF.iterdir())
+    if group.is_dir()
+    for path in sorted(group.rglob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("choice", FILES)
+def test_every_file_composes_and_validates(settings, choice):
+    made = settings(choice, *NEEDS.get(choice, []))
+    assert len(made.formats(3)) == 3
+    assert made.resolved["method"]["name"] == made.config.method.name
+
+
+def test_defaults_are_the_main_job(settings):
+    config = settings().config
+    assert (config.model.path, config.method.name, config.bits, config.outliers, config.sinks) == (
+        "tiny", "kvquant", 4, 0.01, 1,
+    )  # fmt: skip
+    assert config.out == "bundles/tiny-kvquant-4bit"
+
+
+def test_options_reach_the_formats(settings):
+    made = settings("bits=3", "outliers=0.02", "sinks=5")
+    for fmt in (made.layer_format(0).key, made.layer_format(0).value):
+        assert (fmt.dense.bits, fmt.sparse.fraction, fmt.window.sinks) == (3, 0.02, 5)
+    assert settings("outliers=0").layer_format(0).key.sparse is None
+
+
+def test_naming_a_path_makes_it_the_source(settings):
+    made = settings("data.path=some/file.txt")
+    assert made.config.data.source == made.resolved["data"]["source"] == "text"
+
+
+def test_settings_of_single_layers(settings):
+    made = settings(
+        "++method.layers.1.key.dense.bits=8", "++method.layers={2: {value: {sparse: null, dense: {bits: 2}}}}", "bits=3"
+    )
+    bits = [(f.key.dense.bits, f.value.dense.bits) for f in made.formats(4)]
+    assert bits == [(3, 3), (8, 3), (3, 2), (3, 3)]
+    assert [f.value.sparse is None for f in made.formats(4)] == [False, False, True, False]
+    assert made.layer_format(None) == made.layer_format(0)
+    with pytest.raises(FormatError, match=r"method\.layers\.2: the model has layers 0 to 1"):
+        made.formats(2)
+
+
+BAD = {
+    "model=foo": "model=foo: known are .*llama2-7b.*tiny",
+    "method=foo": "method=foo: known are .*kvquant",
+    "data=foo": "data=foo: known are .*generated.*text",
+    "eval=foo": "eval=foo: known are .*none",
+    "experiment=foo": "experiment=foo: known are .*ladder/int2-token",
+    "model=local": "model.path has no value: set model.path=",
+    "nosuch=1": "unknown option 'nosuch': known are model, method, data, eval, bits, .*out. See --help",
+    "+nosuch=1": "unknown option 'nosuch'",
+    "method.nosuch=1": "unknown option 'method.nosuch': known are method.name, method.key",
+    "eval.token=1": "unknown option 'eval.token': known are .*eval.tokens",
+    "bits": "missing EQUAL",
+    "bits=2,3": "add --multirun",
+    "bits=7": "method.key.dense: bits=7 is not supported: allowed are 1, 2, 3, 4, 8",
+    "bits=abc": "'abc' of type 'str' could not be converted to Integer",
+    "outliers=0.5": "sparse.fraction=0.5 must be above 0 and at most 0.25",
+    "outliers=-1": "sparse.fraction=-1.0 must be above 0",
+    "outliers=nan": "fraction=nan",
+    "samples=0": "samples=0 must be at least 1",
+    "sinks=-1": "sinks=-1 must be at least 0",
+    "seed=-1": "seed=-1 must be at least 0",
+    "seed=4294967296": "seed=4294967296 must be at most 4294967295",
+    "seqlen=1": "seqlen=1 must be at least 2",
+    "seqlen=64": "seqlen=64 does not fill a page of 64 tokens behind 1 sinks: set seqlen to at least 65",
+    "seqlen=4097": "seqlen=4097 is above the model's 4096 positions: set seqlen=4096 or less",
+    "eval.seqlen=5000": "eval.seqlen=5000 is above the model's 4096 positions",
+    "eval.seqlen=1": "eval.seqlen=1 must be at least 2",
+    "eval.tokens=100": "eval.tokens=100 do not fill one window of eval.seqlen=1024",
+    "eval.cache_tokens=1": "eval.cache_tokens=1: at least 2",
+    "eval.cache_tokens=-1": "eval.cache_tokens=-1: at least 2",
+    "method.weights=fish": "method.weights=fish: allowed are none, fisher, fisher_scaled",
+    "method.bins=100": "method.bins=100: at least 256",
+    "method.layers.5.key.dense.bits=2": "method.layers.5: the model has layers 0 to 4",
+    "method.layers.0.key.dense.bits=5": "method.layers.0.key.dense: bits=5 is not supported",
+    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0",
+    "method.layers.0.keys.t=64": "method.layers.0: keys is not a side: known are key, value",
+    "method.layers.0=7": "method.layers.0: 7 is not a side",
+    "method.layers=7": "method.layers=7 must be a table of layers",
+    "method.key=7": "method.key must be a table of settings, not 7",
+    "method.key.t=0": "method.key: page of t=0 tokens",
+    "method.key.t=128.5": "method.key.t=128.5 must be of type int",
+    "method.key.dense.axis=row": "method.key.dense.axis='row': allowed are channel, token",
+    "method.value.dense.group=48": "method.value: .*group=48 does not divide the head dimension 64",
+    "method.value.dense.grop=32": "method.value.dense.grop is not a setting: known ones are bits, axis, group",
+    "method.key.dense.scales=online": "method.key.dense: .* needs a group of tokens",
+    "method.value.dense.scales=bundle": "method.value.dense: .*scales=bundle needs axis=channel",
+    "method.value.sparse.thresholds=bundle": "method.value.sparse: .*axis=token does not go with thresholds=bundle",
+    "method.value.domain=pre_rope": "value.domain=pre_rope: values are not rotated",
+    "method.value.window.sinks=3": "key.window.sinks=1 and value.window.sinks=3 differ",
+    "data=text": "data=text needs data.path=FILE_OR_FOLDER",
+    "eval=text": "eval=text needs eval.path=FILE_OR_FOLDER",
+    "data.source=none": "data.source=none: allowed are generated, text, wikitext2, c4",
+    "eval.source=some": "eval.source=some: allowed are generated, text, wikitext2, c4, none",
+    "device=nonsense": "device=nonsense: allowed are auto, cpu, cuda",
+    "out=.": "out=. holds .* so it is not ours to replace: name a new or empty folder",
+    "data.path=nowhere.txt": "nowhere.txt does not exist: name a UTF-8 text file",
+    "eval.path=.": r". holds no .txt file",
+    "out=README.md": "out=README.md is a file: name a folder",
+    "out=${nosuch}": "Interpolation key 'nosuch' not found",
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_what_cannot_work_is_refused_in_one_line(calib, monkeypatch, tmp_path, argument):
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    (tmp_path / "README.md").write_text("not a bundle")
+    monkeypatch.chdir(tmp_path)
+    done = calib(argument)
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(BAD[argument], line), line
+    assert done.out == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["README.md"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there(calib, tmp_path):
+    done = calib("device=cuda", f"out={tmp_path}")
+    assert done.code == 2
+    assert "device=cuda: " in done.err
+    assert "use device=cpu" in done.err
+
+
+def test_a_model_that_is_not_there(calib, tmp_path):
+    done = calib("model=local", f"model.path={tmp_path / 'nowhere'}", f"out={tmp_path / 'out'}")
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert "nowhere" in line
+    assert "cannot load the model" in line
+
+
+def test_an_unknown_dtype(calib, tmp_path):
+    done = calib("model.dtype=int8", f"out={tmp_path / 'out'}")
+    assert (done.code, done.err) == (2, "error: dtype=int8: allowed are auto, float32, bfloat16, float16\n")
+
+
+def test_a_schema_is_needed():
+    with pytest.raises(ConfigError, match="does not follow the schema"):
+        Settings.of(OmegaConf.create({"bits": 4}))
+    assert OmegaConf.structured(Config).bits == 4
+
+
+def command(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "calib", *arguments],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("argument", ["model=foo", "bits=abc", "method.key.dense.axis=row", "~method"])
+def test_errors_of_the_command_itself(tmp_path, argument):
+    done = command(argument, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_and_composed_configuration(tmp_path):
+    shown = command("--help", cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for word in ("python -m calib model=", "kvquant", "== Options (name=value) ==", "seqlen: "):
+        assert word in shown.stdout
+    job = command("--cfg", "job", "bits=3", "method.key.dense.group=32", cwd=tmp_path)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert "bits: 3" in job.stdout
+    assert "group: 32" in job.stdout
+    assert list(tmp_path.iterdir()) == []

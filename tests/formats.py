@@ -1,0 +1,215 @@
+"""The one list of formats and shapes that shared tests run over, random bundles for them, and numbers like a cache's.
+
+`CASES` covers every pair of values of any two axes at least once (with 3 bits: each codebook, each head dimension, each
+number of kv heads, ...): what goes wrong, nearly always goes wrong by two choices that do not fit together.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts import Bundle, Center, Dense, Format, LayerFormat, ModelFingerprint, Rope, Rotate, Sparse, Window
+
+DENSE: dict[str, dict[str, Any]] = {
+    "channel-bundle": {"axis": "channel", "scales": "bundle"},
+    "token": {"axis": "token"},
+    "token-32": {"axis": "token", "group": 32},
+    "channel-32": {"axis": "channel", "group": 32},
+    "norm-32": {"axis": "token", "group": 32, "normalize": "norm"},
+}
+SPARSE = {
+    "none": None,
+    "channel": Sparse(0.02, "channel", "bundle"),
+    "page-channel": Sparse(0.02, "channel", "online"),
+    "token": Sparse(0.02, "token", "online"),
+    "matrix": Sparse(0.01, "matrix", "bundle", capacity=2.0),
+}
+DOMAIN: dict[str, dict[str, Any]] = {
+    "pre_rope": {"domain": "pre_rope"},
+    "post_rope": {},
+    "centered": {"center": Center()},
+    "rotated": {"rotate": Rotate("haar")},
+    "centered-rotated": {"center": Center(), "rotate": Rotate("hadamard")},
+}
+AXES: dict[str, list[Any]] = {
+    "dense": list(DENSE),
+    "bits": [1, 2, 3, 4, 8],
+    "codebook": ["uniform", "nf", "nuq"],
+    "sparse": list(SPARSE),
+    "t": [32, 64],
+    "d": [64, 128, 256],
+    "h_kv": [1, 2, 4, 7, 8],
+    "g": [1, 2, 4, 7, 8],  # query heads per kv head
+    "sinks": [0, 1, 4],
+    "recent": [0, 5, 64],
+    "domain": list(DOMAIN),
+    "layout": ["half", "interleaved"],
+    "rotated": [1, 2],  # every channel, or the first half of each head
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Formats of keys and values, and the dimensions and rotary embedding of a model to run them at."""
+
+    name: str
+    key: Format
+    value: Format
+    h_q: int
+    h_kv: int
+    d: int
+    rope: Rope
+
+    def sides(self) -> list[tuple[str, Format]]:
+        return [("key", self.key), ("value", self.value)]
+
+    def bundle(self, layers: int = 1) -> Bundle:
+        """A random valid bundle for as many layers of this case."""
+        return random_bundle([LayerFormat(self.key, self.value)] * layers, self.h_q, self.h_kv, self.d, self.rope)
+
+
+def all_pairs(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """Rows, one value per axis, in which every pair of values of two axes stands together at least once. Deterministic.
+
+    Greedy: each row is the best of a fixed number of random ones, repaired to hold a pair that is still missing.
+    """
+    rng = np.random.default_rng(0)
+    missing = {((a, x), (b, y)) for a, b in combinations(axes, 2) for x, y in product(axes[a], axes[b])}
+    rows = []
+    while missing:
+        wanted = min(missing, key=repr)
+        drafts = [{axis: values[rng.integers(len(values))] for axis, values in axes.items()} for _ in range(40)]
+        drafts = [draft | dict(wanted) for draft in drafts]
+        row = max(drafts, key=lambda draft: len(missing & set(combinations(draft.items(), 2))))
+        missing -= set(combinations(row.items(), 2))
+        rows.append(row)
+    return rows
+
+
+def _format(row: Mapping[str, Any]) -> Format:
+    dense = DENSE[row["dense"]]
+    # Lloyd-Max is made for vectors of norm 1, and takes the place of uniform there.
+    codebook = "lloyd" if "normalize" in dense and row["codebook"] == "uniform" else row["codebook"]
+    return Format(
+        t=row["t"],
+        dense=Dense(row["bits"], codebook=codebook, **dense),
+        sparse=SPARSE[row["sparse"]],
+        window=Window(row["sinks"], row["recent"]),
+        **DOMAIN[row["domain"]],
+    )
+
+
+def _case(index: int, rows: list[dict[str, Any]]) -> Case:
+    """Keys by row `index`, values by another row; values know no RoPE, and a sink is one on both sides."""
+    row, other = rows[index], rows[(index + 1) % len(rows)]
+    words = ("dense", "bits", "codebook", "sparse", "domain")
+    name = "{}-{}bit-{}-{}-{}".format(*(row[word] for word in words)) + f"-d{row['d']}-{row['h_kv']}x{row['g']}"
+    value = _format(other | {"sinks": row["sinks"], "domain": other["domain"].replace("pre_rope", "post_rope")})
+    rope = Rope(row["d"] // row["rotated"], row["layout"], 1.0 + index % 2 / 8, "default")
+    return Case(name, _format(row), value, row["h_kv"] * row["g"], row["h_kv"], row["d"], rope)
+
+
+_ROWS = all_pairs(AXES)
+CASES = [_case(index, _ROWS) for index in range(len(_ROWS))]
+# For tests of one side alone: name, format, kv heads, head dimension.
+SIDES = [(f"{case.name}.{side}", fmt, case.h_kv, case.d) for case in CASES for side, fmt in case.sides()]
+
+
+def bare(fmt: Format) -> Format:
+    """The format without what is done to vectors before its parts see them."""
+    return replace(fmt, center=None, rotate=None)
+
+
+def kvquant(bits: int, t: int = 64, sinks: int = 1, recent: int = 0) -> LayerFormat:
+    """KVQuant with 1% outliers."""
+    window = Window(sinks, recent)
+    return LayerFormat(
+        Format(t, Dense(bits, "channel", 0, "nuq", "bundle"), Sparse(0.01, "channel", "bundle"), window, "pre_rope"),
+        Format(t, Dense(bits, "token", 0, "nuq"), Sparse(0.01, "token", "online"), window),
+    )
+
+
+def kivi(bits: int, t: int = 64, recent: int = 64, sinks: int = 0) -> LayerFormat:
+    """KIVI with groups of 32."""
+    window = Window(sinks, recent)
+    return LayerFormat(
+        Format(t, Dense(bits, "channel", 32), None, window), Format(t, Dense(bits, "token", 32), None, window)
+    )
+
+
+def exact_window(tokens: int) -> LayerFormat:
+    """A format whose window is never full before `tokens` tokens: nothing is quantized."""
+    return kivi(2, 32, recent=tokens)
+
+
+def cache_numbers(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """Numbers [..., h_kv, d] as keys are: channels differ in mean and spread by an order of magnitude; heavy tails."""
+    channels = np.random.default_rng(7)  # the same channels under every seed
+    mean = channels.normal(size=shape[-2:])
+    spread = np.exp(channels.normal(-0.5, 0.8, size=shape[-2:]))
+    return (mean + spread * np.random.default_rng(seed).laplace(size=shape)).astype(np.float32)
+
+
+@cache
+def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Tensors that `fmt` declares, calibrated in the plainest way on 256 tokens of `cache_numbers`."""
+    rng = np.random.default_rng(seed)
+    x = cache_numbers((256, h_kv, d), seed).astype(np.float64)
+    tensors = {}
+    if fmt.center:
+        tensors["mean"] = x.mean(0)
+        x -= tensors["mean"]
+    if fmt.rotate:
+        tensors["rotation"] = _orthogonal(fmt.rotate.kind, d, rng)
+        x @= tensors["rotation"]
+    if fmt.sparse and fmt.sparse.thresholds == "bundle":
+        ends = [fmt.sparse.fraction / 2, 1 - fmt.sparse.fraction / 2]
+        if fmt.sparse.axis == "channel":
+            lower, upper = np.quantile(x, ends, axis=0)
+        else:
+            lower, upper = np.quantile(x, ends).reshape(2, 1, 1)
+        tensors |= {"lower": lower, "upper": upper}
+        x = np.clip(x, lower, upper)
+    if fmt.dense.scales == "bundle":
+        low, high = x.min(0), x.max(0)
+        tensors |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
+    if fmt.dense.codebook == "nuq":
+        tensors["signposts"] = np.sort(rng.uniform(-1, 1, 1 << fmt.dense.bits))
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def _orthogonal(kind: str, d: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    if kind == "haar":
+        return np.linalg.qr(rng.normal(size=(d, d)))[0]
+    matrix = np.ones((1, 1))
+    while len(matrix) < d:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return rng.choice([-1.0, 1.0], d)[:, None] * matrix / d**0.5
+
+
+def random_bundle(
+    layers: Iterable[LayerFormat],
+    h_q: int,
+    h_kv: int,
+    d: int,
+    rope: Rope | None = None,
+    model: ModelFingerprint | None = None,
+    inv_freq: NDArray[np.float32] | None = None,
+) -> Bundle:
+    """A valid bundle with random tensors. rope: default is the whole head, half layout; model: a real fingerprint."""
+    layers = tuple(layers)
+    rope = model.rope if model else rope or Rope(d, "half", 1.0, "default")
+    model = model or ModelFingerprint("random", "RandomForCausalLM", len(layers), h_q, h_kv, d, rope, "0", "0")
+    if inv_freq is None:
+        inv_freq = (10000.0 ** -(np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
+    tensors: dict[str, NDArray[Any]] = {"rope.inv_freq": inv_freq}
+    for layer, formats in enumerate(layers):
+        for number, (side, fmt) in enumerate([("key", formats.key), ("value", formats.value)]):
+            for name, tensor in random_tensors(fmt, h_kv, d, 2 * layer + number).items():
+                tensors[f"layers.{layer}.{side}.{name}"] = tensor
+    return Bundle("random", replace(model, l=len(layers)), layers, tensors)

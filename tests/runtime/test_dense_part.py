@@ -1,0 +1,207 @@
+"""`dense` in torch against float64: ranges, nearest codes, and how far a number may be from its approximation.
+
+Tolerances. u = 2^-24 and h = 2^-11 are the unit roundoffs of float32 and float16, 2^-25 half the least float16.
+* A stored scale or zero point is a float16 rounding of a float32 sum, halved: off by h + u, relatively, or by 2^-25. A
+  norm is the root of a sum of n squares: off by h + (n + 2) u / 2 + u.
+* A normalized number is the rounded product of a rounded difference and a rounded reciprocal: off by 3u, relatively; an
+  edge between two values of at most 1 is off by u. So a code must be the nearest unless it is within 4u (1 + |a|) of it.
+* zero + scale * value is a rounded product and a rounded sum: off by 2u (|zero| + 2 |scale|).
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from artifacts import Dense, PageShape
+from artifacts.errors import FormatError
+from runtime.parts import dense
+from tests.formats import SIDES, cache_numbers, random_tensors
+from tests.oracles.dense import kivi_group, middle_and_half, nearest, norm, vectors
+
+U, H, LEAST = 2.0**-24, 2.0**-11, 2.0**-25
+SMALL = PageShape(4, 2, 32)
+
+
+def tables_of(fmt, h_kv, d):
+    return {name: torch.from_numpy(tensor) for name, tensor in random_tensors(fmt, h_kv, d, 0).items()}
+
+
+def encode(part, x, outliers=None, tables=None):
+    """One page x [t, h_kv, d] through `dense.encode`: fields, approximation, and zero point and scale of each number."""
+    shape, tables = PageShape(*x.shape), tables or {}
+    mask = None if outliers is None else torch.from_numpy(outliers)[None]
+    fields, approximation = dense.encode(part, shape, torch.from_numpy(x)[None], mask, tables)
+    stored = tables if part.scales == "bundle" else {name: field[0] for name, field in fields.items()}
+    scale = of_each_number(part, stored["scale"].double().numpy(), x.shape)
+    zero = of_each_number(part, stored["zero"].double().numpy(), x.shape) if "zero" in stored else np.zeros(x.shape)
+    return fields, approximation[0].double().numpy(), zero, scale
+
+
+def of_each_number(part, scales, page):
+    """Scales [h, d] of channels, [t, 1] of tokens or [h, T, C] of groups, repeated to the page's [t, h_kv, d]."""
+    if part.scales == "bundle":
+        return np.broadcast_to(scales, page)
+    scales = scales.transpose(1, 0, 2) if part.group else scales[:, None]
+    for axis in range(3):
+        scales = scales.repeat(page[axis] // scales.shape[axis], axis)
+    return scales
+
+
+def exact_zero_and_scale(part, x, outliers):
+    of = vectors(*x.shape, part.axis, part.group)
+    if part.normalize == "norm":
+        return np.zeros(x.shape), norm(x, of, outliers)
+    return middle_and_half(x, of, outliers)
+
+
+def rounding(exact, numbers=1):
+    """How far a stored scale or zero point may be from the exact one; a norm adds up so many squares first."""
+    return (H + (numbers + 1) * U) * (1 + H) * np.abs(exact) + LEAST
+
+
+@pytest.mark.parametrize("name, fmt, h_kv, d", SIDES, ids=[side[0] for side in SIDES])
+def test_page_is_the_oracles(name, fmt, h_kv, d):
+    part, tables = fmt.dense, tables_of(fmt, h_kv, d)
+    x = cache_numbers((fmt.t, h_kv, d), 1)
+    outliers = np.random.default_rng(2).random(x.shape) < 0.03
+    fields, approximation, zero, scale = encode(part, x, outliers, tables)
+    for field in part.page_fields(PageShape(*x.shape)):
+        heads = (h_kv,) if field.scope == "head" else ()
+        assert fields[field.name].shape == (1, *heads, *field.shape)
+    if part.scales == "online":
+        exact_zero, exact_scale = exact_zero_and_scale(part, x, outliers)
+        assert (np.abs(zero - exact_zero) <= rounding(exact_zero)).all()
+        assert (np.abs(scale - exact_scale) <= rounding(exact_scale, part.group)).all()
+    some = tuple(np.random.default_rng(3).integers(0, size, 2000) for size in x.shape)
+    x, approximation, zero, scale = (array[some].astype(np.float64) for array in (x, approximation, zero, scale))
+    values = dense.codebook(part, tables, torch.device("cpu")).double().numpy()
+    a = np.clip((x - zero) / np.where(scale > 0, scale, np.inf), -1e6, 1e6)
+    best = np.abs(a - values[nearest(a, values)])
+    chosen = (approximation - zero) / np.where(scale > 0, scale, np.inf)
+    off = 4 * U * (1 + np.abs(a)) + 2 * U * (np.abs(zero) / np.where(scale > 0, scale, np.inf) + 2)
+    assert (np.abs(a - chosen) <= best + off).all()
+    assert (np.abs(chosen[:, None] - values).min(1) <= off).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_uniform_groups_are_kivis(axis, bits):
+    """Nobody is further off than under KIVI's formula, but for the rounding of its zero point and scale to float16."""
+    x = cache_numbers((32, 2, 64), 5)
+    _, approximation, zero, scale = encode(Dense(bits, axis, 32), x)
+    groups = vectors(*x.shape, axis, 32)
+    for group in range(groups.max() + 1):
+        numbers = x[groups == group].astype(np.float64)
+        error = np.abs(numbers - kivi_group(numbers, bits))
+        slack = rounding(zero[groups == group]) + rounding(scale[groups == group]) + 8 * U * np.abs(numbers).max()
+        assert (np.abs(numbers - approximation[groups == group]) <= error + slack).all()
+
+
+def widest_gap(values):
+    """The furthest that a number in [-1, 1] can be from the values."""
+    return max(np.diff(values).max(initial=0) / 2, values[0] + 1, 1 - values[-1])
+
+
+NUMBERS = st.floats(-(2.0**15), 2.0**15, width=32)
+PARTS = st.builds(
+    lambda bits, codebook, kind: Dense(bits, *kind, codebook),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from(["uniform", "nf", "nuq"]),
+    st.sampled_from([("token", 0), ("token", 16), ("channel", 2), ("channel", 4)]),
+)
+NORM_PARTS = st.builds(
+    lambda bits, codebook: Dense(bits, "token", 16, codebook, "online", "norm"),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from(["lloyd", "nf", "nuq"]),
+)
+PAGES = arrays(np.float32, (SMALL.t, SMALL.h_kv, SMALL.d), elements=NUMBERS, fill=NUMBERS)
+MASKS = arrays(bool, (SMALL.t, SMALL.h_kv, SMALL.d))
+
+
+def signposts(bits):
+    return {"signposts": torch.from_numpy(np.sort(np.random.default_rng(bits).uniform(-1, 1, 1 << bits))).float()}
+
+
+@given(PARTS | NORM_PARTS, PAGES, MASKS)
+def test_error_is_at_most_half_the_widest_gap(part, x, outliers):
+    tables = signposts(part.bits)
+    _, approximation, zero, scale = encode(part, x, outliers, tables)
+    exact_zero, exact_scale = exact_zero_and_scale(part, x, outliers)
+    values = dense.codebook(part, tables, torch.device("cpu")).double().numpy()
+    # Rounding moves the ends of the range by so much, and the arithmetic of a number by 8u of what it is made of.
+    moved = np.abs(zero - exact_zero) + np.abs(scale - exact_scale)
+    bound = scale * widest_gap(values) + moved + 8 * U * (np.abs(zero) + scale + np.abs(x))
+    error = np.abs(x - approximation)
+    assert np.isfinite(approximation).all()
+    assert (error <= bound)[~outliers].all()
+    assert (moved <= rounding(exact_zero) + rounding(exact_scale, part.group)).all()
+
+
+@given(
+    PARTS.filter(lambda part: part.codebook != "nuq"), st.floats(-100, 100), st.floats(1, 100), st.integers(0, 10**6)
+)
+def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
+    """Online scales reproduce themselves where the codebook ends at -1 and 1 (not signposts), the vector's extremes take
+    these ends (they may miss them by the rounding of the scales, which half a gap of 8 bits outweighs up to |zero| =
+    2 scale), and zero - scale and zero + scale are exact (two float16 in a float32: within 2^12 of each other)."""
+    x = (middle + spread * np.random.default_rng(seed).normal(size=(4, 2, 32))).astype(np.float32)
+    _, once, zero, scale = encode(part, x)
+    limit = 2 if part.bits == 8 else 16
+    assume((np.abs(zero) <= limit * scale).all() and (scale <= 4096 * np.abs(zero)).all())
+    _, twice, *_ = encode(part, once.astype(np.float32))
+    np.testing.assert_array_equal(twice, once)
+
+
+@pytest.mark.parametrize("codebook", ["uniform", "nf", "nuq"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebook):
+    """Where the rounding of zero + scale * value, 3u (|zero| / scale + 2) when normalized, is below half the least gap."""
+    part, tables = Dense(bits, "channel", 0, codebook, "bundle"), signposts(bits)
+    tables |= {"scale": torch.rand(2, 32) + 0.5, "zero": torch.randn(2, 32)}
+    x = cache_numbers((4, 2, 32), 1)
+    values = dense.codebook(part, tables, torch.device("cpu")).double().numpy()
+    assert 3 * U * (tables["zero"].abs().max() / 0.5 + 2) < np.diff(values).min() / 2
+    _, once, *_ = encode(part, x, None, tables)
+    _, twice, *_ = encode(part, once.astype(np.float32), None, tables)
+    np.testing.assert_array_equal(twice, once)
+
+
+@pytest.mark.parametrize("number", [0.0, -3.7, 1e-30, 65504.0])
+@pytest.mark.parametrize("kind", [("token", 0), ("token", 32), ("channel", 4)])
+def test_constant_vectors(kind, number):
+    x = np.full((4, 2, 32), number, np.float32)
+    _, approximation, zero, scale = encode(Dense(3, *kind), x)
+    assert (scale == 0).all()
+    assert (approximation == zero).all()
+    assert np.abs(approximation - x).max() <= rounding(number)
+
+
+@pytest.mark.parametrize("kind", [("token", 0), ("token", 32), ("channel", 4)])
+def test_vectors_of_outliers_alone_are_zero(kind):
+    x = cache_numbers((4, 2, 32), 1)
+    _, approximation, *_ = encode(Dense(2, *kind), x, np.ones(x.shape, bool))
+    assert (approximation == 0).all()
+
+
+def test_channels_without_range_take_their_zero_point():
+    part = Dense(4, "channel", 0, "uniform", "bundle")
+    tables = {"scale": torch.zeros(1, 32), "zero": torch.full((1, 32), 0.3)}
+    _, approximation, *_ = encode(part, cache_numbers((4, 1, 32), 1), None, tables)
+    assert (approximation == np.float32(0.3)).all()
+
+
+def test_ties_go_to_the_lower_value():
+    part, tables = Dense(1, "channel", 0, "uniform", "bundle"), {"scale": torch.ones(1, 32), "zero": torch.zeros(1, 32)}
+    _, approximation, *_ = encode(part, np.zeros((1, 1, 32), np.float32), None, tables)
+    assert (approximation == -1).all()
+
+
+@pytest.mark.parametrize("numbers, worst", [([65520, 65536], "65528"), ([-3e38, 3e38], "inf"), ([-7e4, 7e4], "70000")])
+def test_scales_beyond_float16(numbers, worst):
+    x = np.zeros((4, 1, 32), np.float32)
+    x[2] = np.resize(np.array(numbers, np.float32), 32)
+    with pytest.raises(FormatError, match=rf"a scale or zero point of {worst} does not fit float16 \(largest 65504\)"):
+        encode(Dense(4, "token"), x)

@@ -1,0 +1,188 @@
+"""Whole pages: encoding, decoding, and the bytes between them. Tolerances as in test_dense_part.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from artifacts import Dense, Format, PageGeometry, Sparse
+from artifacts.codes import unpack
+from artifacts.parts.sparse import BLOCK
+from runtime.codec import Codec, PagePool
+from runtime.parts import sparse
+from runtime.parts.dense import codebook
+from tests.formats import SIDES, bare, cache_numbers, random_tensors
+
+U, H, LEAST = 2.0**-24, 2.0**-11, 2.0**-25
+all_sides = pytest.mark.parametrize("name, fmt, h_kv, d", SIDES, ids=[side[0] for side in SIDES])
+
+
+def codec_of(fmt, h_kv, d):
+    return Codec(PageGeometry.of(fmt, h_kv, d), random_tensors(fmt, h_kv, d, 0))
+
+
+def pages_of(fmt, h_kv, d, p=2):
+    return torch.from_numpy(cache_numbers((p, fmt.t, h_kv, d), 1))
+
+
+def poisoned(pool):
+    """A pool whose every byte is 0xFF: codes of all ones, NaN in float16, absurd counts."""
+    pool.heads.fill_(0xFF)
+    pool.records.fill_(0xFF)
+    return pool
+
+
+def poison_unused_slots(pool, page):
+    """Overwrites what a page's outlier lists do not use."""
+    if pool.geometry.format.sparse:
+        used = int(pool.field("start")[page, -1])
+        pool.field("index")[page, used:] = 255
+        pool.field("correction")[page, used:] = torch.nan
+
+
+def from_bytes(pool, page, tables):
+    """A second decoder: numpy, from the raw bytes at the geometry's offsets. float32 [t, h_kv, d]."""
+    fmt, shape = pool.geometry.format, pool.geometry.shape
+    stores = {"head": pool.heads[page].numpy(), "layer": pool.records[page].numpy()}
+
+    def field(name):
+        placed = pool.geometry.fields[name]
+        raw = stores[placed.field.scope][..., placed.offset : placed.offset + placed.field.nbytes]
+        lead = (shape.h_kv,) if placed.field.scope == "head" else ()
+        return np.frombuffer(raw.tobytes(), np.dtype(placed.field.dtype).newbyteorder("<")).reshape(
+            *lead, *placed.field.shape
+        )
+
+    values = codebook(fmt.dense, {n: torch.from_numpy(t) for n, t in tables.items()}, torch.device("cpu")).numpy()
+    numbers = values[unpack(field("codes"), fmt.dense.bits)]  # [h_kv, t, d]
+    if fmt.dense.scales == "bundle":
+        scale, zero = (tables[name][:, None] for name in ("scale", "zero"))
+    else:
+        scale = field("scale").astype(np.float32)
+        zero = field("zero").astype(np.float32) if "zero" in pool.geometry.fields else np.zeros_like(scale)
+        if scale.ndim == 2:
+            scale, zero = scale[None], zero[None]
+        scale, zero = (x.repeat(shape.t // x.shape[1], 1).repeat(shape.d // x.shape[2], 2) for x in (scale, zero))
+    out = zero + scale * numbers
+    if fmt.sparse:
+        block = np.repeat(np.arange(field("count").size), field("count").reshape(-1))
+        assert field("start")[-1] == block.size
+        for head, start in enumerate(field("start")[:-1]):
+            assert start == (block < head * field("count").shape[1]).sum()
+        flat = out.reshape(-1)
+        for slot, number in enumerate(block):
+            flat[number * BLOCK + field("index")[slot]] += np.float32(field("correction")[slot])
+    return out.transpose(1, 0, 2)
+
+
+@all_sides
+def test_decoding_gives_what_encoding_said(name, fmt, h_kv, d):
+    codec = codec_of(fmt, h_kv, d)
+    fields, approximation = codec.encode(pages_of(fmt, h_kv, d))
+    assert approximation.dtype == torch.float32
+    assert torch.equal(codec.decode(fields), approximation)
+
+
+@all_sides
+def test_bytes_of_a_page(name, fmt, h_kv, d):
+    """Written between poisoned pages, the bytes alone give the same numbers, and no other byte of the pool is touched."""
+    codec = Codec(PageGeometry.of(bare(fmt), h_kv, d), random_tensors(fmt, h_kv, d, 0))
+    fields, approximation = codec.encode(pages_of(fmt, h_kv, d))
+    pool = poisoned(PagePool(codec.geometry, 5))
+    ids = torch.tensor([3, 1])
+    pool.write(ids, fields)
+    for page in ids:
+        poison_unused_slots(pool, page)
+    for i, page in enumerate(ids.tolist()):
+        np.testing.assert_array_equal(from_bytes(pool, page, random_tensors(fmt, h_kv, d, 0)), approximation[i].numpy())
+    assert torch.equal(codec.decode(pool.read(ids)), approximation)
+    assert (pool.heads[[0, 2, 4]] == 0xFF).all()
+    assert (pool.records[[0, 2, 4]] == 0xFF).all()
+    grown = pool.grown(7)
+    assert torch.equal(codec.decode(grown.read(ids)), approximation)
+    assert (grown.capacity, pool.nbytes) == (7, 5 * codec.geometry.page_bytes)
+
+
+@all_sides
+def test_error_of_every_number(name, fmt, h_kv, d):
+    """An outlier is off by a float16 rounding of its correction, other numbers by half the widest gap of the codebook.
+
+    Inside the range, that is: past its end (rounding of online scales, the bundle's ranges on other text) by the rest.
+    """
+    codec = Codec(PageGeometry.of(bare(fmt), h_kv, d), random_tensors(fmt, h_kv, d, 0))
+    x = pages_of(fmt, h_kv, d)
+    fields, approximation = codec.encode(x)
+    dense_alone, outliers = approximation, torch.zeros_like(x, dtype=torch.bool)
+    if fmt.sparse:
+        outliers = sparse.select(fmt.sparse, codec.geometry.shape, x, codec.tables)
+        dense_alone = codec.decode(fields | {"correction": torch.zeros_like(fields["correction"])})
+    error, correction = (x - approximation).abs().double(), (x - dense_alone).abs().double()
+    assert (error <= H * correction + LEAST + 4 * U * (x.abs() + correction))[outliers].all()
+    values = codebook(fmt.dense, codec.tables, x.device)
+    low, high = dense_range(codec, fields)
+    gap = torch.cat([values[:1] + 1, values.diff() / 2, 1 - values[-1:]]).max() * (high - low) / 2
+    past = torch.maximum(low - x, x - high).clamp_min(0)
+    assert (error <= gap + past + 8 * U * (x.abs() + low.abs() + high.abs()))[~outliers].all()
+
+
+def dense_range(codec, fields):
+    """Where the numbers of pages with these fields can lie without outliers: lowest and highest, [p, t, h_kv, d]."""
+    t, h_kv, d = codec.geometry.shape.t, codec.geometry.shape.h_kv, codec.geometry.shape.d
+    if codec.geometry.format.dense.scales == "bundle":
+        zero, scale = codec.tables["zero"], codec.tables["scale"]
+    else:
+        scale = fields["scale"].double()
+        zero = fields["zero"].double() if "zero" in fields else torch.zeros_like(scale)
+        zero, scale = (x[:, None] if x.dim() == 3 else x for x in (zero, scale))  # [p, h or 1, T, C]
+        zero, scale = (
+            x.repeat_interleave(t // x.shape[2], 2).repeat_interleave(d // x.shape[3], 3) for x in (zero, scale)
+        )
+        zero, scale = (x.expand(-1, h_kv, -1, -1).transpose(1, 2) for x in (zero, scale))
+    return zero - scale, zero + scale
+
+
+TRANSFORMED = [side for side in SIDES if side[1] != bare(side[1])]
+
+
+@pytest.mark.parametrize("name, fmt, h_kv, d", TRANSFORMED, ids=[side[0] for side in TRANSFORMED])
+def test_transforms_are_done_and_undone(name, fmt, h_kv, d):
+    """(x - mean) P is encoded, y P^T + mean comes back; a product of d terms is off by (d + 2) u of its absolute terms."""
+    codec, x, tables = codec_of(fmt, h_kv, d), pages_of(fmt, h_kv, d), random_tensors(fmt, h_kv, d, 0)
+    inner = Codec(PageGeometry.of(bare(fmt), h_kv, d), tables)
+    mean, rotation = (
+        tables.get(n, np.float32(v)).astype(np.float64) for n, v in (("mean", 0), ("rotation", np.eye(d)))
+    )
+    fields, approximation = codec.encode(x)
+    y = inner.decode(fields).double().numpy()
+    back, size = y @ rotation.T + mean, np.abs(y) @ np.abs(rotation.T) + np.abs(mean)
+    assert (np.abs(approximation.numpy() - back) <= (d + 2) * U * size).all()
+    there = torch.from_numpy((x.numpy() - mean) @ rotation).float()
+    changed = (inner.encode(there)[1].numpy() != y).mean()
+    assert changed < 1e-3  # a code near an edge may fall to either side
+
+
+PLAIN = Format(8, Dense(4, "token"), Sparse(0.05, "token", "online"))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite(bad):
+    x = pages_of(PLAIN, 1, 32)
+    x[1, 3, 0, 7] = bad
+    with pytest.raises(ValueError, match="keys or values hold NaN or infinity: check the model's dtype and weights"):
+        codec_of(PLAIN, 1, 32).encode(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_count_as_float32(dtype):
+    codec, x = codec_of(PLAIN, 1, 32), pages_of(PLAIN, 1, 32).to(dtype)
+    assert torch.equal(codec.encode(x)[1], codec.encode(x.float())[1])
+
+
+def test_pages_do_not_depend_on_their_neighbours():
+    codec, x = codec_of(PLAIN, 2, 32), pages_of(PLAIN, 2, 32, p=3)
+    assert torch.equal(codec.encode(x)[1][1:2], codec.encode(x[1:2])[1])
+
+
+@pytest.mark.parametrize("number", [0.0, 3.25, -65504.0])
+def test_constant_pages(number):
+    """Zero range everywhere: every number is the zero point, exact where float16 is."""
+    assert (codec_of(PLAIN, 2, 32).encode(torch.full((1, 8, 2, 32), number))[1] == number).all()
