@@ -57,8 +57,8 @@ def _lloyd_max(bits: int, d: int) -> tuple[float, ...]:
 def lloyd_max(bits: int, d: int) -> NDArray[np.float32]:
     """The 2**bits values that lose least on one coordinate of a uniformly random unit vector in d dimensions.
 
-    Lloyd-Max quantizer of the law with density proportional to (1 - u^2)^((d-3)/2) (TurboQuant, arXiv 2504.19874, lemma 1).
-    float32, ascending. Raises FormatError for d < 4 and widths without a layout.
+    Lloyd-Max quantizer of the law with density proportional to (1 - u^2)^((d-3)/2) (TurboQuant, arXiv 2504.19874,
+    lemma 1). float32, ascending. Raises FormatError for d < 4 and widths without a layout.
     """
     check_bits(bits)
     if d < 4:

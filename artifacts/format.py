@@ -42,8 +42,8 @@ class Format:
             )
         if self.rotate and self.domain == "pre_rope":
             raise FormatError(
-                "rotate with domain=pre_rope: the rotation by head does not commute with RoPE, so the query could not be "
-                "rotated once for all tokens; set domain=post_rope, or leave rotate out"
+                "rotate with domain=pre_rope: the rotation by head does not commute with RoPE, so the query could not "
+                "be rotated once for all tokens; set domain=post_rope, or leave rotate out"
             )
 
     @property

@@ -2,8 +2,8 @@
 
     python -m benchmarks.outlier_capacity --model FOLDER --bundle FOLDER --text FILE
 
-The bundle must have calibrated thresholds (method=kvquant). For every page of every layer the outliers that the thresholds ask
-for are counted against the slots that each capacity gives.
+The bundle must have calibrated thresholds (method=kvquant). For every page of every layer the outliers that the
+thresholds ask for are counted against the slots that each capacity gives.
 """
 
 import argparse
@@ -33,9 +33,8 @@ def main() -> None:
     found, numbers = _outliers_per_page(model, bundle, text.ids)
     part = bundle.layers[0].key.sparse
     assert part is not None
-    print(
-        f"{found.sum().item()} outliers in {found.numel()} pages: {100 * found.sum().item() / (found.numel() * numbers):.3f}%"
-    )
+    share = 100 * found.sum().item() / (found.numel() * numbers)
+    print(f"{found.sum().item()} outliers in {found.numel()} pages: {share:.3f}%")
     for capacity in CAPACITIES:
         slots = ceil(capacity * part.fraction * numbers)
         lost = (found - slots).clamp_min(0)

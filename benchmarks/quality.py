@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality --model FOLDER --data CALIBRATION.txt --eval TEST.txt --out quality.json
 
-Every experiment of conf/experiment/ that matches --rows is calibrated (the model is loaded once) and evaluated on the whole
-text in windows of --context tokens, as deployed, and once more without a window (every token quantized at once, as the papers
-simulate it). Prints Markdown; --out keeps everything as JSON, and is continued if it already holds some of the rows (with all of
-them there, nothing is computed: `--out docs/results/ladder-llama-gqa.json` prints the committed table).
+Every experiment of conf/experiment/ that matches --rows is calibrated (the model is loaded once) and evaluated on the
+whole text in windows of --context tokens, as deployed, and once more without a window (every token quantized at once,
+as the papers simulate it). Prints Markdown; --out keeps everything as JSON, and is continued if it already holds some of
+the rows (with all of them there, nothing is computed: `--out docs/results/ladder-llama-gqa.json` prints the committed
+table).
 """
 
 import argparse
@@ -123,7 +124,8 @@ def _environment(options: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| recipe | bits | bits at 128K | loss | KL | KL 99.9% | loss, no window | KL, no window | KL 99.9%, no window |",
+        "| recipe | bits | bits at 128K | loss | KL | KL 99.9% "
+        "| loss, no window | KL, no window | KL 99.9%, no window |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,9 +1,9 @@
 """Does a bundle reproduce the full-precision greedy tokens? And is the cache exactly as large as the geometry says?
 
-    python -m benchmarks.reproduce_greedy --model FOLDER --bundle FOLDER --text FILE [--prompts 4 --prompt-tokens 200 --new 256]
+    python -m benchmarks.reproduce_greedy --model FOLDER --bundle FOLDER --text FILE
 
-Prompts are cut from the text at even distances. Prints, per prompt, how many of the new tokens agree before the first that does
-not, and the gap between the two best logits at that point (a tie breaks either way).
+Prompts are cut from the text at even distances. Prints, per prompt, how many of the new tokens agree before the first
+that does not, and the gap between the two best logits at that point (a tie breaks either way).
 """
 
 import argparse
@@ -40,7 +40,8 @@ def main() -> None:
             gap = f", where the two best logits are {(best[0] - best[1]).item():.4f} apart"
         predicted = bundle.geometry.cache_bytes(total, model.dtype.itemsize)
         print(
-            f"prompt {number}: {same} of {options.new} tokens agree{gap}; cache {cache.nbytes} bytes, geometry {predicted}"
+            f"prompt {number}: {same} of {options.new} tokens agree{gap}; "
+            f"cache {cache.nbytes} bytes, geometry {predicted}"
         )
 
 

@@ -1,8 +1,9 @@
 """Recall through a compressed cache: does the model still find what stands far back?
 
-Two tasks in the form that the reference models were trained on: a pass key hidden somewhere in filler text, and a lookup among
-records that stand at its beginning. A trial counts when every digit of the answer is the model's first choice, which is the same
-as greedy decoding giving the whole number; the answer's tokens go through the cache in one step behind the prompt.
+Two tasks in the form that the reference models were trained on: a pass key hidden somewhere in filler text, and a
+lookup among records that stand at its beginning. A trial counts when every digit of the answer is the model's first
+choice, which is the same as greedy decoding giving the whole number; the answer's tokens go through the cache in one
+step behind the prompt.
 """
 
 import random
@@ -28,14 +29,14 @@ class Trial:
 
 
 def passkey(tokenizer: PreTrainedTokenizerBase, filler: str, n: int, rng: random.Random) -> Trial:
-    """A five-digit key at a random place of a text of n tokens; asked for at the end. Raises SignpostError if n is too small."""
+    """A five-digit key at a random place of n tokens, asked for at the end. Raises SignpostError if n is too small."""
     key = "".join(str(rng.randrange(10)) for _ in range(5))
     needle = f" The pass key is {key}. Remember it. {key} is the pass key. "
     return _fitted(tokenizer, filler, n, rng, "", needle, " What is the pass key? The pass key is", f" {key}")
 
 
 def lookup(tokenizer: PreTrainedTokenizerBase, filler: str, n: int, rng: random.Random, records: int = 4) -> Trial:
-    """`records` numbered records at the beginning of n tokens; one is asked for at the end. Raises SignpostError as above."""
+    """`records` numbered records at the beginning of n tokens, one asked for at the end. Raises as `passkey`."""
     names = rng.sample(range(100, 1000), records)
     held = [rng.randrange(100, 100_000) for _ in names]
     table = " ".join(f"record {name} holds {value}." for name, value in zip(names, held, strict=True)) + " "

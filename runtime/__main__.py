@@ -90,7 +90,8 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
     # The last token is never fed back, so it is not in the cache.
     console.print(
         f"{new} tokens in {seconds:.2f} s ({new / seconds:.1f} tokens/s, prompt of {length} included) · "
-        f"cache {cache.nbytes} bytes for {cache.kv.lengths[0]} tokens · {cache.bits:.2f} bits per number, everything counted",
+        f"cache {cache.nbytes} bytes for {cache.kv.lengths[0]} tokens · "
+        f"{cache.bits:.2f} bits per number, everything counted",
         highlight=False,
         soft_wrap=True,
     )

@@ -70,7 +70,7 @@ class Pages(NamedTuple):
         return cls(
             heads=pool.heads.numpy(),
             records=pool.records.numpy(),
-            values=codebook(part, tables, torch.device("cpu")).numpy(),
+            values=codebook(part, shape.d, tables, torch.device("cpu")).numpy(),
             half=_HALF,
             scale_table=tables["scale"].numpy() if from_bundle else _NO_TABLE,
             zero_table=tables["zero"].numpy() if from_bundle else _NO_TABLE,

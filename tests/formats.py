@@ -20,7 +20,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "token": {"axis": "token"},
     "token-32": {"axis": "token", "group": 32},
     "channel-32": {"axis": "channel", "group": 32},
-    "norm-32": {"axis": "token", "group": 32, "normalize": "norm"},
+    "head": {"axis": "head"},
+    "norm": {"axis": "head", "normalize": "norm"},
 }
 SPARSE = {
     "none": None,

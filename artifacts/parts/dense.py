@@ -18,18 +18,19 @@ class Dense:
     """Parameters of the dense part.
 
     bits      width of a code: 1, 2, 3, 4 or 8
-    axis      `channel`: one scale per channel; `token`: one scale per token
+    axis      `channel`: one scale per channel; `token`: one per token; `head`: one per token and kv head
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
-              ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token
+              ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token;
+              with axis `head`, the d channels of the head
     codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle) or `lloyd` (Lloyd-Max for coordinates of a
               random direction, TurboQuant; needs normalize `norm`)
     scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
     normalize `range`: scale and zero point from the smallest and largest number; `norm`: the scale is the vector's
-              Euclidean norm and there is no zero point (axis `token`, online, group = d or a divisor)
+              Euclidean norm and there is no zero point (axis `head`)
     """
 
     bits: int
-    axis: Literal["channel", "token"]
+    axis: Literal["channel", "token", "head"]
     group: int = 0
     codebook: Literal["uniform", "nf", "nuq", "lloyd"] = "uniform"
     scales: Literal["bundle", "online"] = "online"
@@ -49,10 +50,13 @@ class Dense:
                 "dense.axis=channel with scales=online needs a group of tokens (group=32, say): "
                 "the whole channel is known only to calibration (scales=bundle)"
             )
-        if self.normalize == "norm" and (self.axis != "token" or not self.group):
+        if self.axis == "head" and self.group:
             raise FormatError(
-                f"dense.normalize=norm needs axis=token and a group of channels (group = head dimension, say), "
-                f"not axis={self.axis}, group={self.group}"
+                f"dense.axis=head takes whole heads, not group={self.group}: set axis=token for groups of channels"
+            )
+        if self.normalize == "norm" and self.axis != "head":
+            raise FormatError(
+                f"dense.normalize=norm needs axis=head, not axis={self.axis}: norms are those of heads' vectors"
             )
         if self.codebook == "lloyd" and self.normalize != "norm":
             raise FormatError("dense.codebook=lloyd is made for vectors of norm 1: set dense.normalize=norm")
@@ -65,8 +69,15 @@ class Dense:
         if self.group and length % self.group:
             raise FormatError(f"dense.group={self.group} does not divide the {what.format(length)}")
 
+    @property
+    def spans_heads(self) -> bool:
+        """Whether one scale belongs to all kv heads of a token."""
+        return self.axis == "token" and not self.group
+
     def scale_shape(self, shape: PageShape) -> tuple[int, int, int]:
         """Scales per page over (tokens, kv heads, channels): 1 where they are shared along an axis."""
+        if self.axis == "head":
+            return (shape.t, shape.h_kv, 1)
         if self.axis == "token":
             return (shape.t, shape.h_kv, shape.d // self.group) if self.group else (shape.t, 1, 1)
         return (shape.t // self.group, shape.h_kv, shape.d) if self.group else (1, shape.h_kv, shape.d)
@@ -76,8 +87,8 @@ class Dense:
         codes = Field("codes", "uint32", (shape.t, shape.d // RUN, self.bits), "head")
         if self.scales == "bundle":
             return (codes,)
-        t, h_kv, c = self.scale_shape(shape)
-        scope: Literal["head", "layer"] = "layer" if h_kv == 1 and not self.group else "head"
+        t, _, c = self.scale_shape(shape)
+        scope: Literal["head", "layer"] = "layer" if self.spans_heads else "head"
         names = ("scale", "zero") if self.normalize == "range" else ("scale",)
         return (codes, *(Field(name, "float16", (t, c), scope) for name in names))
 

@@ -17,12 +17,12 @@ from runtime import codes
 HALF_MAX = 65504.0
 
 
-def codebook(part: Dense, tables: dict[str, Tensor], device: torch.device) -> Tensor:
+def codebook(part: Dense, d: int, tables: dict[str, Tensor], device: torch.device) -> Tensor:
     """Values of the codes, ascending, float32 [2**bits]."""
     if part.codebook == "nuq":
         return tables["signposts"]
     if part.codebook == "lloyd":
-        values = codebooks.lloyd_max(part.bits, part.group)
+        values = codebooks.lloyd_max(part.bits, d)
     else:
         values = {"uniform": codebooks.uniform, "nf": codebooks.normal_float}[part.codebook](part.bits)
     return torch.from_numpy(values).to(device)
@@ -37,7 +37,7 @@ def encode(
     Raises FormatError if an online scale or zero point exceeds float16.
     """
     scale, zero = _ranges(part, shape, x, outliers, tables)
-    values = codebook(part, tables, x.device)
+    values = codebook(part, shape.d, tables, x.device)
     edges = 0.5 * (values[:-1] + values[1:])
     chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges)
     fields = {"codes": codes.pack(chosen.transpose(1, 2), part.bits)}
@@ -59,7 +59,7 @@ def normalize(
 def decode(part: Dense, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
     """Numbers float32 [p, t, h_kv, d] from the page's fields."""
     chosen = codes.unpack(fields["codes"], part.bits).transpose(1, 2)
-    values = codebook(part, tables, chosen.device)
+    values = codebook(part, shape.d, tables, chosen.device)
     scale, zero = (_scales(part, shape, name, fields, tables) for name in ("scale", "zero"))
     return _spread(zero, shape) + _spread(scale, shape) * values[chosen]
 
@@ -77,12 +77,12 @@ def _scales(part: Dense, shape: PageShape, name: str, fields: dict[str, Tensor],
     if name == "zero" and part.normalize == "norm":
         return torch.zeros(1, *part.scale_shape(shape), device=fields["scale"].device)
     stored = fields[name].float()
-    return stored.transpose(1, 2) if part.group else stored.unsqueeze(2)
+    return stored.unsqueeze(2) if part.spans_heads else stored.transpose(1, 2)
 
 
 def _stored(part: Dense, scales: Tensor) -> Tensor:
     """[p, T, H, C] as the page field: float16 [p, H, T, C], or [p, T, C] where all heads share whole vectors."""
-    return scales.half().transpose(1, 2) if part.group else scales.half().squeeze(2)
+    return scales.half().squeeze(2) if part.spans_heads else scales.half().transpose(1, 2)
 
 
 def _ranges(

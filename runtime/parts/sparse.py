@@ -71,7 +71,7 @@ def _by_token(flat: Tensor, shape: PageShape) -> Tensor:
 
 
 def _extremes(x: Tensor, per_end: int) -> Tensor:
-    """Mask of the `per_end` smallest and largest numbers of every vector x[..., :]; of equal ones the first is smaller."""
+    """Mask of the `per_end` smallest and largest of every vector x[..., :]; of equal numbers the first is smaller."""
     order = x.sort(dim=-1, stable=True).indices
     chosen = torch.cat([order[..., :per_end], order[..., max(per_end, x.shape[-1] - per_end) :]], -1)
     return torch.zeros(x.shape, dtype=torch.bool, device=x.device).scatter_(-1, chosen, True)

@@ -34,8 +34,8 @@ def dense_parts(draw: Callable[..., Any]) -> Dense:
         | st.tuples(st.just("token"), st.sampled_from([0, 32, 64]), st.just("online"))
     )
     bits = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    if (axis, group) == ("token", 64) and draw(st.booleans()):
-        return Dense(bits, axis, group, draw(st.sampled_from(["lloyd", "nuq"])), scales, "norm")
+    if draw(st.booleans()):
+        return Dense(bits, "head", 0, draw(st.sampled_from(["lloyd", "nuq"])), "online", "norm")
     return Dense(bits, axis, group, draw(st.sampled_from(["uniform", "nf", "nuq"])), scales)
 
 

@@ -51,9 +51,9 @@ REFUSED = {
     ),
     "norm of channels": (
         lambda: Dense(2, "channel", 32, normalize="norm"),
-        r"normalize=norm needs axis=token and a group .* not axis=channel, group=32",
+        r"normalize=norm needs axis=head, not axis=channel",
     ),
-    "norm of all heads": (lambda: Dense(2, "token", normalize="norm"), r"normalize=norm needs axis=token and a group"),
+    "groups of heads": (lambda: Dense(2, "head", 32), r"axis=head takes whole heads, not group=32: set axis=token"),
     "lloyd without norm": (lambda: Dense(2, "token", 64, codebook="lloyd"), r"lloyd is made for vectors of norm 1"),
     "rotated before RoPE": (
         lambda: Format(64, Dense(2, "token", 64), domain="pre_rope", rotate=Rotate("haar")),

@@ -24,7 +24,8 @@ def layout_asserts(bits: int) -> list[str]:
     """One static_assert for every bit of every code of a run."""
     return [
         f"static_assert(signpost::Codes<{bits}>::place({p.code}, {p.low + i}).word == {p.word} && "
-        f'signpost::Codes<{bits}>::place({p.code}, {p.low + i}).shift == {p.shift + i}, "code {p.code}, bit {p.low + i}");'
+        f"signpost::Codes<{bits}>::place({p.code}, {p.low + i}).shift == {p.shift + i}, "
+        f'"code {p.code}, bit {p.low + i}");'
         for p in pieces(bits)
         for i in range(p.width)
     ]

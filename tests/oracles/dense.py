@@ -22,9 +22,14 @@ def kivi_group(numbers: Array, bits: int) -> Array:
 def vectors(t: int, h_kv: int, d: int, axis: str, group: int) -> NDArray[np.int64]:
     """Which vector each number of a page `[t, h_kv, d]` belongs to, int64 of that shape.
 
-    Token, whole: one for all heads of a token. Token, grouped: `group` channels of a head. Channel: `group` tokens.
+    Token, whole: one for all heads of a token. Token, grouped: `group` channels of a head. Channel: `group` tokens. Head:
+    one for each head of a token.
     """
     token, head, channel = np.meshgrid(range(t), range(h_kv), range(d), indexing="ij")
+    if axis == "head":
+        return token * h_kv + head
+    if axis == "head":
+        return token * h_kv + head
     if axis == "token":
         return token if group == 0 else (token * h_kv + head) * (d // group) + channel // group
     return (token // (group or t) * h_kv + head) * d + channel

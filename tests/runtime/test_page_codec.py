@@ -52,7 +52,9 @@ def from_bytes(pool, page, tables):
             *lead, *placed.field.shape
         )
 
-    values = codebook(fmt.dense, {n: torch.from_numpy(t) for n, t in tables.items()}, torch.device("cpu")).numpy()
+    values = codebook(
+        fmt.dense, shape.d, {n: torch.from_numpy(t) for n, t in tables.items()}, torch.device("cpu")
+    ).numpy()
     numbers = values[unpack(field("codes"), fmt.dense.bits)]  # [h_kv, t, d]
     if fmt.dense.scales == "bundle":
         scale, zero = (tables[name][:, None] for name in ("scale", "zero"))
@@ -117,7 +119,7 @@ def test_error_of_every_number(name, fmt, h_kv, d):
         dense_alone = codec.decode(fields | {"correction": torch.zeros_like(fields["correction"])})
     error, correction = (x - approximation).abs().double(), (x - dense_alone).abs().double()
     assert (error <= H * correction + LEAST + 4 * U * (x.abs() + correction))[outliers].all()
-    values = codebook(fmt.dense, codec.tables, x.device)
+    values = codebook(fmt.dense, d, codec.tables, x.device)
     low, high = dense_range(codec, fields)
     gap = torch.cat([values[:1] + 1, values.diff() / 2, 1 - values[-1:]]).max() * (high - low) / 2
     past = torch.maximum(low - x, x - high).clamp_min(0)
@@ -156,8 +158,9 @@ def test_transforms_are_done_and_undone(name, fmt, h_kv, d):
     back, size = y @ rotation.T + mean, np.abs(y) @ np.abs(rotation.T) + np.abs(mean)
     assert (np.abs(approximation.numpy() - back) <= (d + 2) * U * size).all()
     there = torch.from_numpy((x.numpy() - mean) @ rotation).float()
-    changed = (inner.encode(there)[1].numpy() != y).mean()
-    assert changed < 1e-3  # a code near an edge may fall to either side
+    # A code near an edge may fall to either side, so not every number agrees; but how well they are met does.
+    errors = [(there.numpy() - numbers).std() for numbers in (y, inner.encode(there)[1].numpy())]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
 PLAIN = Format(8, Dense(4, "token"), Sparse(0.05, "token", "online"))
