@@ -14,7 +14,7 @@ from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.model import ModelFingerprint, Rope
-from artifacts.parts import Center, Dense, Rotate, Sparse, Window
+from artifacts.parts import Center, Dense, Rotate, Sketch, Sparse, Window
 
 __all__ = [
     "Bundle",
@@ -35,6 +35,7 @@ __all__ = [
     "Rope",
     "Rotate",
     "SignpostError",
+    "Sketch",
     "Sparse",
     "Window",
     "load",

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
-from artifacts.parts import Center, Dense, Rotate, Sparse, Window
+from artifacts.parts import Center, Dense, Rotate, Sketch, Sparse, Window
 
 T = TypeVar("T")
 
@@ -16,8 +16,9 @@ class Format:
     """Format of one side (keys or values) of one layer.
 
     t       tokens per page
-    dense   base codes
+    dense   base codes, or None
     sparse  outliers on top, or None
+    sketch  estimate of products with what the parts before left (keys only), or None
     window  tokens in full precision
     domain  `pre_rope`: keys before rotary embedding; `post_rope`: keys after it, and values
     center  means taken off first, or None
@@ -25,8 +26,9 @@ class Format:
     """
 
     t: int
-    dense: Dense
+    dense: Dense | None = None
     sparse: Sparse | None = None
+    sketch: Sketch | None = None
     window: Window = field(default_factory=Window)
     domain: Literal["pre_rope", "post_rope"] = "post_rope"
     center: Center | None = None
@@ -35,6 +37,13 @@ class Format:
     def __post_init__(self) -> None:
         if self.t < 1:
             raise FormatError(f"page of t={self.t} tokens: must be at least 1")
+        if not self.dense and not self.sketch:
+            raise FormatError("a page needs a part that covers every number: set dense or sketch")
+        if self.sketch and self.domain == "pre_rope":
+            raise FormatError(
+                "sketch with domain=pre_rope: the query is projected once, and RoPE would turn it anew for every token; "
+                "set domain=post_rope"
+            )
         if self.center and self.domain == "pre_rope":
             raise FormatError(
                 "center with domain=pre_rope: RoPE turns the means by position, so softmax would see them; "
@@ -52,9 +61,10 @@ class Format:
         return {name: t for name, t in (("center", self.center), ("rotate", self.rotate)) if t}
 
     @property
-    def parts(self) -> dict[str, Dense | Sparse]:
-        """The additive parts by name, in the order in which they are decoded."""
-        return {"dense": self.dense} | ({"sparse": self.sparse} if self.sparse else {})
+    def parts(self) -> dict[str, Dense | Sparse | Sketch]:
+        """The additive parts by name; each encodes what those before it left."""
+        named = (("dense", self.dense), ("sparse", self.sparse), ("sketch", self.sketch))
+        return {name: part for name, part in named if part}
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where a part does not fit the shape."""
@@ -81,6 +91,10 @@ class LayerFormat:
     value: Format
 
     def __post_init__(self) -> None:
+        if self.value.sketch:
+            raise FormatError(
+                "value.sketch: a sketch estimates products with the query, values need vectors; leave it out"
+            )
         if self.value.domain != "post_rope":
             raise FormatError("value.domain=pre_rope: values are not rotated; leave the domain out")
         if self.key.window.sinks != self.value.window.sinks:

@@ -40,7 +40,7 @@ class ModelFingerprint:
     """Architecture, dimensions, RoPE and hashes. `l` layers, `h_q` query and `h_kv` kv heads of `d` channels.
 
     config_hash   SHA-256 of the model's configuration without fields that do not change its mathematics
-    weights_hash  SHA-256 over names, dtypes, shapes and hashes of samples of the weights
+    weights_hash  SHA-256 over the names and shapes of all parameters: the index of the weights, not their values
     """
 
     name: str

@@ -9,12 +9,18 @@ from artifacts import LayerFormat
 from artifacts.errors import SignpostError
 from artifacts.fields import PageShape
 from calib.config import MethodConfig
-from calib.fits import Fit, Side, center, dense, rotate, sparse
+from calib.fits import Fit, Side, center, dense, rotate, sketch, sparse
 from calib.progress import track
 from calib.tap import Activations, Tap
 from runtime.parts import MODULES
 
-PENDING = (center.pending, rotate.pending, sparse.pending, dense.pending)  # in the order in which parts need each other
+PENDING = (
+    center.pending,
+    rotate.pending,
+    sparse.pending,
+    dense.pending,
+    sketch.pending,
+)  # in the order in which parts need each other
 
 
 class SideFits:

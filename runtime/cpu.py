@@ -18,6 +18,7 @@ from torch import Tensor
 from artifacts.codes import RUN
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
+from runtime.cpu_sketch import SketchReader
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
 
@@ -61,8 +62,9 @@ class Pages(NamedTuple):
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "Pages":
         """The pool's bytes and layout; `tables` are the bundle's tensors of this side."""
         part, shape, fields = pool.geometry.format.dense, pool.geometry.shape, pool.geometry.fields
-        rows, _, columns = part.scale_shape(shape)
-        from_bundle = part.scales == "bundle"
+        rows, _, columns = part.scale_shape(shape) if part else (1, 1, 1)
+        from_bundle = part is not None and part.scales == "bundle"
+        values = codebook(part, shape.d, tables, torch.device("cpu")).numpy() if part else _NO_TABLE[0:0].reshape(0)
 
         def offset(name: str) -> int:
             return fields[name].offset if name in fields else -1
@@ -70,14 +72,14 @@ class Pages(NamedTuple):
         return cls(
             heads=pool.heads.numpy(),
             records=pool.records.numpy(),
-            values=codebook(part, shape.d, tables, torch.device("cpu")).numpy(),
+            values=values,
             half=_HALF,
             scale_table=tables["scale"].numpy() if from_bundle else _NO_TABLE,
             zero_table=tables["zero"].numpy() if from_bundle else _NO_TABLE,
-            bits=part.bits,
+            bits=part.bits if part else 0,
             tokens=shape.t // rows,
             channels=shape.d // columns,
-            scales_in_record=int(not from_bundle and fields["scale"].field.scope == "layer"),
+            scales_in_record=int("scale" in fields and fields["scale"].field.scope == "layer"),
             codes=offset("codes"),
             scales=offset("scale"),
             zeros=offset("zero"),
@@ -97,12 +99,14 @@ class PageReader:
     pages: Pages
     rotation: Tensor | None  # the format's own, float32 [d, d]: pages hold x P
     mean: Tensor | None  # float32 [h_kv, d]: pages hold (x - mean) P
+    sketch: SketchReader | None
 
     @classmethod
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "PageReader":
         """Reader of `pool`; `tables` are the bundle's tensors of this side."""
-        shape = pool.geometry.shape
-        return cls(shape.t, shape.d, Pages.of(pool, tables), tables.get("rotation"), tables.get("mean"))
+        shape, part = pool.geometry.shape, pool.geometry.format.sketch
+        sketch = SketchReader(pool, part, tables) if part else None
+        return cls(shape.t, shape.d, Pages.of(pool, tables), tables.get("rotation"), tables.get("mean"), sketch)
 
     def scores(self, q: Tensor, ids: Tensor, rotation: Rotation | None, position: int) -> Tensor:
         """Unscaled scores of every paged key.
@@ -123,6 +127,8 @@ class PageReader:
             cos, sin = (x[position : position + tokens].numpy() for x in rotation.table(position + tokens))
             interleaved = rotation.rope.layout == "interleaved"
         _scores(self.pages, ids.numpy(), q.contiguous().numpy(), cos, sin, interleaved, self.t, out.numpy())
+        if self.sketch:
+            self.sketch.add_scores(q, ids, out)
         return out if shift is None else out + shift
 
     def weighted_sum(self, weights: Tensor, ids: Tensor) -> Tensor:
@@ -145,6 +151,9 @@ def set_threads(n: int) -> None:
 def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
     """Fills tile [t, d] with one head's page."""
     t, d = tile.shape
+    if pages.codes < 0:
+        tile[:] = 0
+        return
     words = pages.heads[page, head, pages.codes : pages.codes + t * d * pages.bits // 8].view(np.uint32)
     _look_up(words, pages.bits, pages.values, tile.reshape(-1))
     if pages.scales < 0:

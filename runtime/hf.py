@@ -65,7 +65,7 @@ class AttendingCache(Cache):
         raise NotImplementedError
 
     def check(self, base: nn.Module) -> None:
-        """Raises ValueError before a pass of `base` that cannot work: another model, or a cache with half a pass in it."""
+        """Raises ValueError before a pass of `base` that cannot work: another model, or half a pass in the cache."""
         if self.base() is not base:
             raise ValueError("this cache was made for another model: make one for each model")
         if len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:

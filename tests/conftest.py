@@ -1,4 +1,4 @@
-"""For all tests: one core for torch and numba, which crawl with two beside other load, and no deadlines for hypothesis."""
+"""For all tests: one core for torch and numba, which crawl with two beside other load; hypothesis without deadlines."""
 
 import numba
 import torch

@@ -14,6 +14,8 @@ from runtime.parts import dense
 def pending(side: Side) -> Fit | None:
     """Ranges, then signposts, as far as they come from the bundle and are not found yet."""
     part = side.format.dense
+    if part is None:
+        return None
     if part.scales == "bundle" and "scale" not in side.tables:
         sparse = side.format.sparse
         if not sparse or (sparse.axis, sparse.thresholds) != ("channel", "bundle"):

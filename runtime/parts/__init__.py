@@ -2,6 +2,12 @@
 
 from types import ModuleType
 
-from runtime.parts import center, dense, rotate, sparse
+from runtime.parts import center, dense, rotate, sketch, sparse
 
-MODULES: dict[str, ModuleType] = {"center": center, "rotate": rotate, "dense": dense, "sparse": sparse}
+MODULES: dict[str, ModuleType] = {
+    "center": center,
+    "rotate": rotate,
+    "dense": dense,
+    "sparse": sparse,
+    "sketch": sketch,
+}

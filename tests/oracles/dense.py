@@ -22,8 +22,8 @@ def kivi_group(numbers: Array, bits: int) -> Array:
 def vectors(t: int, h_kv: int, d: int, axis: str, group: int) -> NDArray[np.int64]:
     """Which vector each number of a page `[t, h_kv, d]` belongs to, int64 of that shape.
 
-    Token, whole: one for all heads of a token. Token, grouped: `group` channels of a head. Channel: `group` tokens. Head:
-    one for each head of a token.
+    Token, whole: one for all heads of a token. Token, grouped: `group` channels of a head. Channel: `group` tokens.
+    Head: one for each head of a token.
     """
     token, head, channel = np.meshgrid(range(t), range(h_kv), range(d), indexing="ij")
     if axis == "head":
@@ -48,6 +48,6 @@ def middle_and_half(x: Array, of: NDArray[np.int64], outliers: NDArray[np.bool_]
 
 
 def norm(x: Array, of: NDArray[np.int64], outliers: NDArray[np.bool_]) -> Array:
-    """TurboQuant, section 3.1: the Euclidean norm of each vector of a page, for each of its numbers; outliers left out."""
+    """TurboQuant, section 3.1: the Euclidean norm of each vector of a page, for each number; outliers left out."""
     squares = np.where(outliers, 0.0, x.astype(np.float64) ** 2)
     return np.sqrt(np.bincount(of.reshape(-1), squares.reshape(-1)))[of]

@@ -12,7 +12,7 @@ Mask = NDArray[np.bool_]
 def online(x: Array, fraction: float, axis: str) -> Mask:
     """Of each vector's n numbers the ceil(fraction/2 * n) smallest and as many largest.
 
-    token: a vector is a token's numbers of all heads (KVQuant's values); channel: a channel's tokens in the page (GEAR).
+    token: a vector is a token's numbers of all heads (KVQuant's values); channel: a channel's tokens in the page.
     """
     numbers = x.reshape(x.shape[0], -1)
     vectors = numbers if axis == "token" else numbers.T

@@ -82,10 +82,10 @@ def filled(case, lengths):
 
 
 def transform_error(side, numbers, n):
-    """How far decoded numbers [tokens, h_kv, d] may be off because they are mean + y P^T, with y = (x - mean) P in pages.
+    """How far decoded numbers [tokens, h_kv, d] may be off because they are mean + y P^T, with y in pages.
 
-    Once by (d + 2) U of the absolute terms where they are decoded, once more where the kernels transform the query or the
-    output instead; and n U where n of them were added up before.
+    Once by (d + 2) U of the absolute terms where they are decoded, once more where the kernels transform the query or
+    the output instead; and n U where n of them were added up before.
     """
     fmt, d = side.format, numbers.shape[-1]
     if fmt == bare(fmt):

@@ -3,8 +3,8 @@
 Tolerances. u = 2^-24 and h = 2^-11 are the unit roundoffs of float32 and float16, 2^-25 half the least float16.
 * A stored scale or zero point is a float16 rounding of a float32 sum, halved: off by h + u, relatively, or by 2^-25. A
   norm is the root of a sum of n squares: off by h + (n + 2) u / 2 + u.
-* A normalized number is the rounded product of a rounded difference and a rounded reciprocal: off by 3u, relatively; an
-  edge between two values of at most 1 is off by u. So a code must be the nearest unless it is within 4u (1 + |a|) of it.
+* A normalized number is the rounded product of a rounded difference and a rounded reciprocal: off by 3u, relatively;
+  an edge between two values of at most 1 is off by u. So a code must be the nearest but for 4u (1 + |a|).
 * zero + scale * value is a rounded product and a rounded sum: off by 2u (|zero| + 2 |scale|).
 """
 
@@ -30,7 +30,7 @@ def tables_of(fmt, h_kv, d):
 
 
 def encode(part, x, outliers=None, tables=None):
-    """One page x [t, h_kv, d] through `dense.encode`: fields, approximation, and zero point and scale of each number."""
+    """One page x [t, h_kv, d] through `dense.encode`: fields, approximation, zero point and scale of each number."""
     shape, tables = PageShape(*x.shape), tables or {}
     mask = None if outliers is None else torch.from_numpy(outliers)[None]
     fields, approximation = dense.encode(part, shape, torch.from_numpy(x)[None], mask, tables)
@@ -144,9 +144,9 @@ def test_error_is_at_most_half_the_widest_gap(part, x, outliers):
     PARTS.filter(lambda part: part.codebook != "nuq"), st.floats(-100, 100), st.floats(1, 100), st.integers(0, 10**6)
 )
 def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
-    """Online scales reproduce themselves where the codebook ends at -1 and 1 (not signposts), the vector's extremes take
-    these ends (they may miss them by the rounding of the scales, which half a gap of 8 bits outweighs up to |zero| =
-    2 scale), and zero - scale and zero + scale are exact (two float16 in a float32: within 2^12 of each other)."""
+    """Online scales reproduce themselves where the codebook ends at -1 and 1 (not signposts), the vector's extremes
+    take these ends (they may miss them by the rounding of the scales, which half a gap of 8 bits outweighs up to
+    |zero| = 2 scale), and zero - scale and zero + scale are exact (float16s within 2^12 of each other, in float32)."""
     x = (middle + spread * np.random.default_rng(seed).normal(size=(4, 2, 32))).astype(np.float32)
     _, once, zero, scale = encode(part, x)
     limit = 2 if part.bits == 8 else 16
@@ -158,7 +158,7 @@ def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
 @pytest.mark.parametrize("codebook", ["uniform", "nf", "nuq"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebook):
-    """Where the rounding of zero + scale * value, 3u (|zero| / scale + 2) when normalized, is below half the least gap."""
+    """Where the rounding of zero + scale * value, normalized 3u (|zero| / scale + 2), is below half the least gap."""
     part, tables = Dense(bits, "channel", 0, codebook, "bundle"), signposts(bits)
     tables |= {"scale": torch.rand(2, 32) + 0.5, "zero": torch.randn(2, 32)}
     x = cache_numbers((4, 2, 32), 1)

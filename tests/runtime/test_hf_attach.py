@@ -182,18 +182,12 @@ def test_a_cache_passed_by_position_is_refused(model):
         model.base_model(ONE, None, None, cache)
 
 
-def test_attention_outside_of_a_cache(model):
+def test_attention_outside_of_a_cache(model, monkeypatch):
     attach(model)
-    model.config._attn_implementation = "signpost"
-    try:
-        with pytest.raises(
-            RuntimeError, match="signpost attention runs only inside a forward pass with past_key_values="
-        ):
-            model.base_model.layers[0].self_attn(
-                torch.zeros(1, 1, 64), position_embeddings=(torch.ones(1, 1, 32), torch.zeros(1, 1, 32)), attention_mask=None
-            )  # fmt: skip
-    finally:
-        model.config._attn_implementation = "sdpa"
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "signpost")
+    layer, angles = model.base_model.layers[0].self_attn, (torch.ones(1, 1, 32), torch.zeros(1, 1, 32))
+    with pytest.raises(RuntimeError, match="signpost attention runs only inside a forward pass with past_key_values="):
+        layer(torch.zeros(1, 1, 64), position_embeddings=angles, attention_mask=None)
 
 
 def test_a_full_cache_takes_what_still_fits(model):

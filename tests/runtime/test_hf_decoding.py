@@ -1,8 +1,8 @@
-"""Decoding through transformers: every way to generate gives the tokens that the unpatched model gives over the same numbers.
+"""Decoding through transformers: every way to generate gives the tokens of the plain model over the same numbers.
 
-The reference is the plain model with its plain attention and transformers' own cache, in which the tokens that would have
-been packed by then are replaced by what the codec makes of them. With a window that never fills nothing is replaced, and
-the reference is the plain model itself. Both compute in float32, so tokens agree wherever the two best do not tie.
+The reference is the plain model with its plain attention and transformers' own cache, in which the tokens that would
+have been packed by then are replaced by what the codec makes of them. With a window that never fills nothing is
+replaced: the reference is the plain model itself. Both compute in float32, so tokens agree unless the two best tie.
 """
 
 import copy
@@ -119,19 +119,16 @@ def chat(model, cache):
 
 def beams(model, cache):
     ids, cache.mask = batch(25, 50)
-    return model.generate(
-        ids, attention_mask=cache.mask, past_key_values=cache, max_new_tokens=40, num_beams=3, num_return_sequences=2, **GREEDY
-    )  # fmt: skip
+    many = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 40}
+    return model.generate(ids, attention_mask=cache.mask, past_key_values=cache, **many, **GREEDY)
 
 
 def samples(model, cache):
     """Three samples of each prompt."""
     ids, cache.mask = batch(10, 50)
     torch.manual_seed(0)
-    return model.generate(
-        ids, attention_mask=cache.mask, past_key_values=cache, max_new_tokens=30, do_sample=True, num_return_sequences=3,
-        pad_token_id=0,
-    )  # fmt: skip
+    many = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 30, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=cache.mask, past_key_values=cache, **many)
 
 
 SCENARIOS = [padded_batch, one_prompt, chunked_prompt, chat, beams, samples]
@@ -240,7 +237,7 @@ def test_more_bits_are_closer_to_the_plain_model():
         .square().mean().sqrt().item()
         for bits in (2, 4, 8)
     ]  # fmt: skip
-    # Steps shrink by 5 from 2 to 4 bits and by 17 from 4 to 8; at 2 bits the error is no longer proportional to the step.
+    # Steps shrink by 5 from 2 to 4 bits and by 17 from 4 to 8; at 2 bits the error no longer grows with the step.
     assert errors[0] > 2 * errors[1]
     assert errors[1] > 8 * errors[2]
     assert errors[2] < 0.01 * exact.std().item()

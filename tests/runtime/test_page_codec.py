@@ -52,9 +52,8 @@ def from_bytes(pool, page, tables):
             *lead, *placed.field.shape
         )
 
-    values = codebook(
-        fmt.dense, shape.d, {n: torch.from_numpy(t) for n, t in tables.items()}, torch.device("cpu")
-    ).numpy()
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in tables.items()}
+    values = codebook(fmt.dense, shape.d, tensors, torch.device("cpu")).numpy()
     numbers = values[unpack(field("codes"), fmt.dense.bits)]  # [h_kv, t, d]
     if fmt.dense.scales == "bundle":
         scale, zero = (tables[name][:, None] for name in ("scale", "zero"))
@@ -86,7 +85,7 @@ def test_decoding_gives_what_encoding_said(name, fmt, h_kv, d):
 
 @all_sides
 def test_bytes_of_a_page(name, fmt, h_kv, d):
-    """Written between poisoned pages, the bytes alone give the same numbers, and no other byte of the pool is touched."""
+    """Written between poisoned pages, the bytes alone give the same numbers; no other byte of the pool is touched."""
     codec = Codec(PageGeometry.of(bare(fmt), h_kv, d), random_tensors(fmt, h_kv, d, 0))
     fields, approximation = codec.encode(pages_of(fmt, h_kv, d))
     pool = poisoned(PagePool(codec.geometry, 5))
@@ -147,7 +146,7 @@ TRANSFORMED = [side for side in SIDES if side[1] != bare(side[1])]
 
 @pytest.mark.parametrize("name, fmt, h_kv, d", TRANSFORMED, ids=[side[0] for side in TRANSFORMED])
 def test_transforms_are_done_and_undone(name, fmt, h_kv, d):
-    """(x - mean) P is encoded, y P^T + mean comes back; a product of d terms is off by (d + 2) u of its absolute terms."""
+    """(x - mean) P is encoded, y P^T + mean comes back, off by (d + 2) u of the absolute terms that it is made of."""
     codec, x, tables = codec_of(fmt, h_kv, d), pages_of(fmt, h_kv, d), random_tensors(fmt, h_kv, d, 0)
     inner = Codec(PageGeometry.of(bare(fmt), h_kv, d), tables)
     mean, rotation = (

@@ -1,7 +1,8 @@
 """Rotary embedding in torch against complex numbers in float64.
 
-Tolerance: cos and sin of float32 angles are off by at most 1 ulp, which is u = 2^-24 below 1; the scaling, a product and a
-sum round once each. So a rotated number is off by 4u (|a| + |b|) * scaling of its pair (a, b), to first order; 5u is used.
+Tolerance: cos and sin of float32 angles are off by at most 1 ulp, which is u = 2^-24 below 1; the scaling, a product
+and a sum round once each. So a rotated number is off by 4u (|a| + |b|) * scaling of its pair (a, b), to first order;
+5u is used.
 """
 
 import numpy as np

@@ -57,7 +57,7 @@ def tiny(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.flo
     """A random model in eval mode, weights frozen."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for name, parameter in model.named_parameters():  # biases and norms start as zeros and ones: give them a say
+    for parameter in model.parameters():  # biases and norms start as zeros and ones: give them a say
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
