@@ -14,7 +14,7 @@ from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.model import ModelFingerprint, Rope
-from artifacts.parts import Center, Dense, Rotate, Sketch, Sparse, Window
+from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
 __all__ = [
     "Bundle",
@@ -29,6 +29,7 @@ __all__ = [
     "Format",
     "FormatError",
     "LayerFormat",
+    "LowRank",
     "ModelFingerprint",
     "PageGeometry",
     "PageShape",

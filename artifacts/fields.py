@@ -47,12 +47,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a page. Scope `head`: one in each kv head's page; `layer`: one in the layer's record of the page."""
+    """One field of a page. Scope `head`: one in each kv head's page; `layer`: one in the layer's record of the page;
+    `segment`: one per kv head in the entry of the segment (pages packed together) that the page belongs to."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    scope: Literal["head", "layer"]
+    scope: Literal["head", "layer", "segment"]
 
     @property
     def nbytes(self) -> int:

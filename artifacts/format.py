@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
-from artifacts.parts import Center, Dense, Rotate, Sketch, Sparse, Window
+from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
 T = TypeVar("T")
 
@@ -18,6 +18,7 @@ class Format:
     t       tokens per page
     dense   base codes, or None
     sparse  outliers on top, or None
+    lowrank factors of what the parts before left, or None
     sketch  estimate of products with what the parts before left (keys only), or None
     window  tokens in full precision
     domain  `pre_rope`: keys before rotary embedding; `post_rope`: keys after it, and values
@@ -28,11 +29,12 @@ class Format:
     t: int
     dense: Dense | None = None
     sparse: Sparse | None = None
-    sketch: Sketch | None = None
     window: Window = field(default_factory=Window)
     domain: Literal["pre_rope", "post_rope"] = "post_rope"
     center: Center | None = None
     rotate: Rotate | None = None
+    lowrank: LowRank | None = None
+    sketch: Sketch | None = None
 
     def __post_init__(self) -> None:
         if self.t < 1:
@@ -61,9 +63,14 @@ class Format:
         return {name: t for name, t in (("center", self.center), ("rotate", self.rotate)) if t}
 
     @property
-    def parts(self) -> dict[str, Dense | Sparse | Sketch]:
+    def parts(self) -> dict[str, Dense | Sparse | LowRank | Sketch]:
         """The additive parts by name; each encodes what those before it left."""
-        named = (("dense", self.dense), ("sparse", self.sparse), ("sketch", self.sketch))
+        named = (
+            ("dense", self.dense),
+            ("sparse", self.sparse),
+            ("lowrank", self.lowrank),
+            ("sketch", self.sketch),
+        )
         return {name: part for name, part in named if part}
 
     def check(self, shape: PageShape) -> None:

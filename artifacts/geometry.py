@@ -1,7 +1,8 @@
 """Page geometry: where every field of a page lies, and what a cache costs. Derived from the format and nothing else.
 
-A page covers t tokens. Each kv head has its own bytes (scope `head`), and what tokens share across heads stands in one
-record per page (scope `layer`). Every field starts at a multiple of 16 bytes and both parts are padded to 16 bytes, so
+A page covers t tokens. Each kv head has its own bytes (scope `head`), what tokens share across heads stands in one
+record per page (scope `layer`), and what pages share that were packed together stands, per kv head, in the entry of
+their segment (scope `segment`). Every field starts at a multiple of 16 bytes and all three are padded to 16 bytes, so
 any page can be read in 16-byte loads.
 """
 
@@ -14,6 +15,7 @@ from artifacts.format import Format, LayerFormat
 
 ALIGN = 16
 TABLE_BYTES = 4  # an entry of a block table: one int32 page id
+SEGMENT_PAGES = 64  # pages of a prompt that are packed together at most
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class PageGeometry:
         return cls(format, PageShape(format.t, h_kv, d))
 
     @cached_property
-    def _placed(self) -> tuple[dict[str, Placed], int, int]:
-        ends = {"head": 0, "layer": 0}
+    def _placed(self) -> tuple[dict[str, Placed], dict[str, int]]:
+        ends = {"head": 0, "layer": 0, "segment": 0}
         placed = {}
         for field in self.format.page_fields(self.shape):
             placed[field.name] = Placed(field, ends[field.scope])
             ends[field.scope] += -(-field.nbytes // ALIGN) * ALIGN
-        return placed, ends["head"], ends["layer"]
+        return placed, ends
 
     @property
     def fields(self) -> dict[str, Placed]:
@@ -56,12 +58,21 @@ class PageGeometry:
     @property
     def head_bytes(self) -> int:
         """Bytes of one kv head's page."""
-        return self._placed[1]
+        return self._placed[1]["head"]
 
     @property
     def record_bytes(self) -> int:
         """Bytes of the layer's record of one page."""
-        return self._placed[2]
+        return self._placed[1]["layer"]
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of one kv head's entry of a segment; 0 for formats without segments."""
+        return self._placed[1]["segment"]
+
+    def segments(self, pages: int, prompt_pages: int) -> int:
+        """Segments behind so many pages: a prompt's are packed up to 64 together, each page of decoded tokens alone."""
+        return -(-prompt_pages // SEGMENT_PAGES) + pages - prompt_pages if self.segment_bytes else 0
 
     @property
     def page_bytes(self) -> int:
@@ -70,7 +81,7 @@ class PageGeometry:
 
     @property
     def bits(self) -> float:
-        """Bits per number inside pages (window, tables and bundle not counted)."""
+        """Bits per number inside pages (segments, window, tables and bundle not counted)."""
         return 8 * self.page_bytes / self.shape.numbers
 
     @property
@@ -78,16 +89,18 @@ class PageGeometry:
         """Bytes of the bundle's tensors that decoding this side of the layer reads."""
         return sum(spec.nbytes for spec in self.format.bundle_tensors(self.shape).values())
 
-    def cache_bytes(self, n: int, full_bytes: int) -> int:
+    def cache_bytes(self, n: int, full_bytes: int, prompt: int = 0) -> int:
         """Bytes that a cache with room for n tokens of one sequence allocates for this side.
 
-        full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). Counted: sinks, window buffer, pages,
-        records, block table.
+        full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). prompt: how many of the tokens come as
+        one prompt, which makes segments fewer. Counted: sinks, window buffer, pages, records, segments, block table.
         """
         window, t = self.format.window, self.format.t
         buffered = window.sinks + window.recent + t
         pages = window.pages(n, t)
-        return buffered * self.shape.h_kv * self.shape.d * full_bytes + pages * (self.page_bytes + TABLE_BYTES)
+        segments = self.segments(pages, window.pages(min(prompt, n), t))
+        exact = buffered * self.shape.h_kv * self.shape.d * full_bytes
+        return exact + pages * (self.page_bytes + TABLE_BYTES) + segments * self.shape.h_kv * self.segment_bytes
 
 
 @dataclass(frozen=True)
@@ -105,11 +118,11 @@ class CacheGeometry:
     def _sides(self) -> list[PageGeometry]:
         return [side for layer in self.layers for side in layer]
 
-    def cache_bytes(self, n: int, full_bytes: int = 2) -> int:
-        """Bytes that a cache with room for n tokens of one sequence allocates."""
-        return sum(side.cache_bytes(n, full_bytes) for side in self._sides)
+    def cache_bytes(self, n: int, full_bytes: int = 2, prompt: int = 0) -> int:
+        """Bytes that a cache with room for n tokens of one sequence, `prompt` of them its prompt, allocates."""
+        return sum(side.cache_bytes(n, full_bytes, prompt) for side in self._sides)
 
-    def bits(self, n: int, full_bytes: int = 2) -> float:
+    def bits(self, n: int, full_bytes: int = 2, prompt: int = 0) -> float:
         """Bits per cached number at n tokens with everything counted: `cache_bytes` and the bundle's tensors."""
-        total = self.cache_bytes(n, full_bytes) + sum(side.bundle_bytes for side in self._sides)
+        total = self.cache_bytes(n, full_bytes, prompt) + sum(side.bundle_bytes for side in self._sides)
         return 8 * total / (n * sum(side.shape.h_kv * side.shape.d for side in self._sides))

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from artifacts import Bundle, Format, PageGeometry
+from artifacts.geometry import SEGMENT_PAGES
 from calib.data import Tokens
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
 from calib.progress import track
@@ -97,8 +98,9 @@ def _is_packed(fmt: Format, query: Tensor, token: Tensor) -> Tensor:
 def packed(x: Tensor, fmt: Format, codec: Codec, rotation: Rotation | None, tail: bool = False) -> Tensor:
     """Keys after RoPE or values [b, h_kv, n, d] with all whole pages encoded and decoded; the rest is left as it was.
 
-    rotation: un-rotates keys before they are encoded, or None. tail: the last, unfinished page counts as well, filled
-    up with copies of its last token.
+    rotation: un-rotates keys before they are encoded, or None. tail: the tokens are packed at once, as a prompt is, and
+    the last, unfinished page counts as well, filled up with copies of its last token. Otherwise every page is packed by
+    itself, as decoded tokens are.
     """
     b, h_kv, n, d = x.shape
     first = fmt.window.sinks
@@ -110,8 +112,9 @@ def packed(x: Tensor, fmt: Format, codec: Codec, rotation: Rotation | None, tail
     part = part if rotation is None else rotation.unrotate(part, positions)
     missing = (first - stop) % fmt.t
     part = torch.cat([part, part[:, :, -1:].expand(-1, -1, missing, -1)], 2)
-    by_page = part.transpose(1, 2).contiguous().view(-1, fmt.t, h_kv, d)
-    decoded = codec.encode(by_page)[1].reshape(b, -1, h_kv, d).transpose(1, 2)[:, :, : stop - first]
+    sequences = part.transpose(1, 2).contiguous().view(b, -1, fmt.t, h_kv, d)
+    pages = [codec.encode(by_page, SEGMENT_PAGES if tail else 1)[1] for by_page in sequences]
+    decoded = torch.stack(pages).view(b, -1, h_kv, d).transpose(1, 2)[:, :, : stop - first]
     if rotation is not None:
         decoded = rotation.rotate(decoded, positions)
     out = x.clone()

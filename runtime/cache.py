@@ -14,13 +14,12 @@ from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.errors import SignpostError
-from artifacts.geometry import TABLE_BYTES
-from runtime.codec import Codec, PagePool
+from artifacts.geometry import SEGMENT_PAGES, TABLE_BYTES
+from runtime.codec import Codec, PagePool, join_fields
 from runtime.cpu import PageReader
 from runtime.rope import Rotation
 
 FUSED_QUERIES = 8  # up to this many new tokens are attended by the page kernels; more make decoding to dense cheaper
-PAGES_AT_ONCE = 64  # that are encoded together: bounds the work space of a long prompt
 
 
 class CacheFullError(SignpostError, RuntimeError):
@@ -34,19 +33,21 @@ class Side:
     are un-rotated when their page is packed.
     """
 
-    def __init__(self, fmt: Format, codec: Codec, b: int, reserved: int | None, dtype: torch.dtype):
+    def __init__(self, fmt: Format, codec: Codec, b: int, reserved: int | None, dtype: torch.dtype, prompt: int = 0):
         self.format, self.codec = fmt, codec
         self.geometry: PageGeometry = codec.geometry
         shape, device = self.geometry.shape, codec.device
         pages = 0 if reserved is None else fmt.window.pages(reserved, fmt.t)
         self.reserved_pages = pages  # per sequence
+        self.reserved_segments = self.geometry.segments(pages, fmt.window.pages(min(prompt, reserved or 0), fmt.t))
         self.sinks = torch.zeros(b, fmt.window.sinks, shape.h_kv, shape.d, dtype=dtype, device=device)
         self.window = torch.zeros(b, fmt.window.recent + fmt.t, shape.h_kv, shape.d, dtype=dtype, device=device)
         self.filled = [0] * b  # tokens in the window
-        self.pool = PagePool(self.geometry, b * pages, device)
+        self.pool = PagePool(self.geometry, b * pages, device, b * self.reserved_segments)
         self.table = torch.zeros(b, pages, dtype=torch.int32, device=device)
         self.used = [0] * b  # pages in the table
         self.free = list(range(b * pages - 1, -1, -1))
+        self.free_segments = list(range(self.pool.segments.shape[0] - 1, -1, -1))
         self._reader: PageReader | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +92,9 @@ class Side:
             first = offset + window.sinks + packed * t
             positions = torch.arange(first, first + leaving.shape[0], device=x.device)
             leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
-        groups = [self.codec.encode(group.unflatten(0, (-1, t)))[0] for group in leaving.split(PAGES_AT_ONCE * t)]
-        return {name: torch.cat([fields[name] for fields in groups]) for name in self.geometry.fields}
+        # Pages are encoded so many at a time, which also bounds the work space of a long prompt.
+        groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
+        return join_fields([self.codec.encode(group, group.shape[0])[0] for group in groups])
 
     def append(self, sequence: int, x: Tensor, n: int, fields: dict[str, Tensor]) -> None:
         """Appends x [m, h_kv, d] behind n tokens; `fields` is what `encode` made of them."""
@@ -101,9 +103,11 @@ class Side:
         sinks = x[: max(0, window.sinks - n)]
         self.sinks[sequence, n : n + sinks.shape[0]] = sinks
         if count := window.pages(n + x.shape[0], t) - used:
-            self._make_room(used + count, count)
+            segments = fields["right"].shape[0] if "segment" in fields else 0
+            self._make_room(used + count, count, segments)
             ids = torch.tensor([self.free.pop() for _ in range(count)], device=x.device)
-            self.pool.write(ids, fields)
+            places = torch.tensor([self.free_segments.pop() for _ in range(segments)], dtype=torch.int64)
+            self.pool.write(ids, fields, places.to(x.device))
             self.table[sequence, used : used + count] = ids.int()
             self.used[sequence] += count
             rest = rest[count * t :]
@@ -115,17 +119,24 @@ class Side:
         newest = self.window[sequence, : self.filled[sequence]]
         return torch.cat([newest, x[max(0, self.format.window.sinks - n) :].to(newest.dtype)])
 
-    def _make_room(self, per_sequence: int, more: int) -> None:
-        """Lets every table hold `per_sequence` pages and the pool `more`; what was reserved is never too small."""
+    def _make_room(self, per_sequence: int, more: int, segments: int) -> None:
+        """Lets every table hold `per_sequence` pages, the pool `more` pages and so many more segments.
+
+        What was reserved is never too small for pages, nor for segments if the prompt came as it was announced.
+        """
         if per_sequence > self.table.shape[1]:
             width = max(per_sequence, 2 * self.table.shape[1])
             self.table = F.pad(self.table, (0, width - self.table.shape[1]))
         if more > len(self.free):
-            self._grow(max(self.pool.capacity + more, 2 * self.pool.capacity))
+            self._grow(max(self.pool.capacity + more, 2 * self.pool.capacity), self.pool.segments.shape[0])
+        if segments > len(self.free_segments):
+            have = self.pool.segments.shape[0]
+            self._grow(self.pool.capacity, max(have + segments, 2 * have))
 
-    def _grow(self, capacity: int) -> None:
+    def _grow(self, capacity: int, segments: int) -> None:
         self.free = list(range(capacity - 1, self.pool.capacity - 1, -1)) + self.free
-        self.pool = self.pool.grown(capacity)
+        self.free_segments = list(range(segments - 1, self.pool.segments.shape[0] - 1, -1)) + self.free_segments
+        self.pool = self.pool.grown(capacity, segments)
         self._reader = None
 
     def select(self, sequences: list[int]) -> None:
@@ -139,16 +150,26 @@ class Side:
         self.table = self.table[index]
         self.used = [self.used[i] for i in sequences]
         if (reserved := len(sequences) * self.reserved_pages) > self.pool.capacity:
-            self._grow(reserved)
+            self._grow(reserved, max(len(sequences) * self.reserved_segments, self.pool.segments.shape[0]))
         owned = {page for i in range(len(sequences)) for page in self.pages_of(i).tolist()}
         self.free = [page for page in range(self.pool.capacity - 1, -1, -1) if page not in owned]
+        if self.geometry.segment_bytes:
+            pointed = set(self.pool.field("segment")[sorted(owned)].flatten().tolist())
+            self.free_segments = [s for s in range(self.pool.segments.shape[0] - 1, -1, -1) if s not in pointed]
 
 
 class LayerCache:
     """Cache of one layer for `b` sequences. Query heads h_q = g * h_kv; tensors as transformers hands them out."""
 
     def __init__(
-        self, bundle: Bundle, layer: int, b: int, reserved: int | None, dtype: torch.dtype, rotation: Rotation
+        self,
+        bundle: Bundle,
+        layer: int,
+        b: int,
+        reserved: int | None,
+        dtype: torch.dtype,
+        rotation: Rotation,
+        prompt: int = 0,
     ):
         formats, model = bundle.layers[layer], bundle.model
         self.device, self.reserved = rotation.inv_freq.device, reserved
@@ -156,7 +177,7 @@ class LayerCache:
 
         def side(name: str, fmt: Format) -> Side:
             geometry = PageGeometry.of(fmt, model.h_kv, model.d)
-            return Side(fmt, Codec(geometry, bundle.side_tensors(layer, name), self.device), b, reserved, dtype)
+            return Side(fmt, Codec(geometry, bundle.side_tensors(layer, name), self.device), b, reserved, dtype, prompt)
 
         self.key, self.value = side("key", formats.key), side("value", formats.value)
         self.rotation = rotation if formats.key.domain == "pre_rope" else None  # of packed keys
@@ -296,6 +317,8 @@ class KVCache:
     max_tokens  tokens to reserve for, per sequence, and the most that one may hold: `nbytes` is
                 `b * bundle.geometry.cache_bytes(max_tokens, itemsize)` from the start and no step allocates any more.
                 None: pages are allocated by doubling
+    prompt      with max_tokens, how many of them will come as one prompt: formats with factors per segment need less room
+                then, and `nbytes` is `b * bundle.geometry.cache_bytes(max_tokens, itemsize, prompt)`
     dtype       of sinks and window: the model's
     device      where the cache lives. On the CPU decode steps run on the page kernels (numba), elsewhere on the codec
     """
@@ -307,13 +330,14 @@ class KVCache:
         max_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        prompt: int = 0,
     ):
         if b < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.layers = [
-            LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation) for layer in range(bundle.model.l)
+            LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation, prompt) for layer in range(bundle.model.l)
         ]
 
     def __iter__(self) -> Iterator[LayerCache]:

@@ -26,12 +26,17 @@ class Codec:
         self.device = torch.device(device)
         self.tables = {name: torch.as_tensor(t).to(self.device) for name, t in tensors.items()}
 
-    def encode(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def encode(self, x: Tensor, segment: int = 1) -> tuple[dict[str, Tensor], Tensor]:
         """Encodes pages x [p, t, h_kv, d] (any float dtype, computed in float32, finite).
 
-        Returns the fields, each [p, h_kv, ...] or [p, ...] by scope, and the decoded pages in float32.
-        Raises ValueError for NaN or infinity.
+        segment: as many pages at a time are packed together (see `artifacts.parts.LowRank`); the last ones may be fewer.
+        Returns the fields, each [p, h_kv, ...], [p, ...] or [segments, h_kv, ...] by scope, and the decoded pages in
+        float32. Raises ValueError for NaN or infinity.
         """
+        if segment > 1 and x.shape[0] % segment:
+            whole = x.shape[0] // segment * segment
+            head = [self.encode(x[:whole], segment)] if whole else []
+            return self._joined([*head, self.encode(x[whole:], x.shape[0] - whole)])
         x = x.float().contiguous()
         if not torch.isfinite(x).all():
             raise ValueError("keys or values hold NaN or infinity: check the model's dtype and weights")
@@ -44,7 +49,7 @@ class Codec:
         terms: list[Tensor] = []
         for name, part in parts.items():
             residual = x - reduce(torch.add, terms) if terms else x
-            stored, approximation = MODULES[name].encode(part, shape, residual, outliers, self.tables)
+            stored, approximation = MODULES[name].encode(part, shape, residual, outliers, self.tables, segment)
             fields |= stored
             terms.append(approximation)
         return fields, self._restored(reduce(torch.add, terms))
@@ -55,6 +60,10 @@ class Codec:
         terms = [MODULES[n].decode(p, shape, fields, self.tables) for n, p in self.geometry.format.parts.items()]
         return self._restored(reduce(torch.add, terms))
 
+    def _joined(self, groups: list[tuple[dict[str, Tensor], Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+        """Fields and numbers of groups of pages as if they had been encoded at once."""
+        return join_fields([fields for fields, _ in groups]), torch.cat([numbers for _, numbers in groups])
+
     def _restored(self, x: Tensor) -> Tensor:
         """x [..., h_kv, d] with the transforms undone."""
         x = x.contiguous()  # the same numbers in another layout may be multiplied in another order
@@ -63,12 +72,25 @@ class Codec:
         return x
 
 
-class PagePool:
-    """Bytes of `capacity` pages of one side of one layer: heads' pages and records, and typed views of their fields."""
+def join_fields(groups: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Fields of several groups of pages as those of one group; segments are counted on."""
+    fields = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
+    if "segment" in fields:
+        starts = torch.tensor([0, *(group["right"].shape[0] for group in groups)]).cumsum(0).tolist()
+        fields["segment"] = torch.cat([g["segment"] + start for g, start in zip(groups, starts, strict=False)])
+    return fields
 
-    def __init__(self, geometry: PageGeometry, capacity: int, device: torch.device | str = "cpu"):
+
+class PagePool:
+    """Bytes of `capacity` pages and `segments` segments of one side of one layer, and typed views of their fields."""
+
+    def __init__(
+        self, geometry: PageGeometry, capacity: int, device: torch.device | str = "cpu", segments: int | None = None
+    ):
         self.geometry = geometry
         h_kv = geometry.shape.h_kv
+        entries = (capacity if segments is None else segments) if geometry.segment_bytes else 0
+        self.segments = torch.zeros(entries, h_kv, geometry.segment_bytes, dtype=torch.uint8, device=device)
         self.heads = torch.zeros(capacity, h_kv, geometry.head_bytes, dtype=torch.uint8, device=device)
         self.records = torch.zeros(capacity, geometry.record_bytes, dtype=torch.uint8, device=device)
 
@@ -80,28 +102,35 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.heads.nbytes + self.records.nbytes
+        return self.heads.nbytes + self.records.nbytes + self.segments.nbytes
 
-    def grown(self, capacity: int) -> "PagePool":
-        """A larger pool with the same pages at the same ids."""
-        pool = PagePool(self.geometry, capacity, self.heads.device)
-        pool.heads[: self.capacity] = self.heads
-        pool.records[: self.capacity] = self.records
+    def grown(self, capacity: int, segments: int | None = None) -> "PagePool":
+        """A larger pool with the same pages and segments at the same ids."""
+        pool = PagePool(self.geometry, capacity, self.heads.device, segments)
+        for name in ("heads", "records", "segments"):
+            old, new = getattr(self, name), getattr(pool, name)
+            new[: old.shape[0]] = old
         return pool
 
     def field(self, name: str) -> Tensor:
         """View of a field over all pages, [capacity, (h_kv,) *shape]; 32-bit words come as int32."""
         placed = self.geometry.fields[name]
-        store = self.heads if placed.field.scope == "head" else self.records
+        store = {"head": self.heads, "layer": self.records, "segment": self.segments}[placed.field.scope]
         raw = store[..., placed.offset : placed.offset + placed.field.nbytes]
         return raw.view(_TORCH[placed.field.dtype]).unflatten(-1, placed.field.shape)
 
-    def write(self, pages: Tensor, fields: dict[str, Tensor]) -> None:
-        """Stores fields of pages, ids int64 [p]."""
+    def write(self, pages: Tensor, fields: dict[str, Tensor], segments: Tensor | None = None) -> None:
+        """Stores fields of pages, ids int64 [p], and of the segments that they form, ids int64 (None: from 0 on)."""
+        if "segment" in fields and segments is not None:
+            fields = fields | {"segment": segments[fields["segment"].long()].int()}
         for name, values in fields.items():
             view = self.field(name)
-            view[pages] = values.reshape(pages.numel(), *view.shape[1:])
+            ids = segments if self.geometry.fields[name].field.scope == "segment" else pages
+            if ids is None:
+                ids = torch.arange(values.shape[0], device=values.device)
+            view[ids] = values.reshape(ids.numel(), *view.shape[1:])
 
     def read(self, pages: Tensor) -> dict[str, Tensor]:
-        """Fields of pages, ids int64 [p]."""
-        return {name: self.field(name)[pages] for name in self.geometry.fields}
+        """Fields of pages, ids int64 [p]; those of segments come whole, for `segment` to point into."""
+        scopes = {name: placed.field.scope for name, placed in self.geometry.fields.items()}
+        return {n: self.field(n) if scope == "segment" else self.field(n)[pages] for n, scope in scopes.items()}

@@ -38,6 +38,8 @@ class Pages(NamedTuple):
     tokens, channels         tokens and channels that share a scale
     scales_in_record         1 where all heads share the scales, else 0
     codes ... corrections    offsets in bytes from the start of a head's page or of a record; -1: no such field
+    factors                  uint8 [segments, h_kv, bytes], what pages of a segment share
+    rank                     of the factors; left, segment: offsets as above
     """
 
     heads: NDArray[np.uint8]
@@ -57,6 +59,10 @@ class Pages(NamedTuple):
     counts: int
     indices: int
     corrections: int
+    factors: NDArray[np.uint8]
+    rank: int
+    left: int
+    segment: int
 
     @classmethod
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "Pages":
@@ -87,6 +93,10 @@ class Pages(NamedTuple):
             counts=offset("count"),
             indices=offset("index"),
             corrections=offset("correction"),
+            factors=pool.segments.numpy(),
+            rank=pool.geometry.format.lowrank.rank if pool.geometry.format.lowrank else 0,
+            left=offset("left"),
+            segment=offset("segment"),
         )
 
 
@@ -149,19 +159,38 @@ def set_threads(n: int) -> None:
 
 @njit(cache=True)
 def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
-    """Fills tile [t, d] with one head's page."""
+    """Fills tile [t, d] with the sum of the parts of one head's page, sketches left out."""
     t, d = tile.shape
     if pages.codes < 0:
         tile[:] = 0
-        return
-    words = pages.heads[page, head, pages.codes : pages.codes + t * d * pages.bits // 8].view(np.uint32)
-    _look_up(words, pages.bits, pages.values, tile.reshape(-1))
-    if pages.scales < 0:
-        _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
     else:
-        _rescale_by_page(pages, page, head, tile)
+        words = pages.heads[page, head, pages.codes : pages.codes + t * d * pages.bits // 8].view(np.uint32)
+        _look_up(words, pages.bits, pages.values, tile.reshape(-1))
+        if pages.scales < 0:
+            _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
+        else:
+            _rescale_by_page(pages, page, head, tile)
     if pages.starts >= 0:
         _correct(pages, page, head, tile)
+    if pages.rank:
+        _add_factors(pages, page, head, tile)
+
+
+@njit(cache=True)
+def _add_factors(pages: Any, page: int, head: int, tile: Any) -> None:
+    """tile [t, d] += left [t, rank] right^T; right [d, rank] belongs to the page's segment."""
+    t, d = tile.shape
+    rank = pages.rank
+    left = pages.heads[page, head, pages.left : pages.left + 2 * t * rank].view(np.uint16)
+    number = pages.records[page, pages.segment : pages.segment + 4].view(np.uint32)[0]
+    stored = pages.factors[number, head, : 2 * d * rank].view(np.uint16)
+    right = np.empty((rank, d), np.float32)
+    for c in range(d):
+        for r in range(rank):
+            right[r, c] = pages.half[stored[c * rank + r]]
+    for j in range(t):
+        for r in range(rank):
+            _add(tile[j], pages.half[left[j * rank + r]], right[r])
 
 
 @njit(cache=True)

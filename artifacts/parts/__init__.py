@@ -2,9 +2,10 @@
 
 from artifacts.parts.center import Center
 from artifacts.parts.dense import Dense
+from artifacts.parts.lowrank import LowRank
 from artifacts.parts.rotate import Rotate
 from artifacts.parts.sketch import Sketch
 from artifacts.parts.sparse import Sparse
 from artifacts.parts.window import Window
 
-__all__ = ["Center", "Dense", "Rotate", "Sketch", "Sparse", "Window"]
+__all__ = ["Center", "Dense", "LowRank", "Rotate", "Sketch", "Sparse", "Window"]

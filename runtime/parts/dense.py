@@ -29,7 +29,7 @@ def codebook(part: Dense, d: int, tables: dict[str, Tensor], device: torch.devic
 
 
 def encode(
-    part: Dense, shape: PageShape, x: Tensor, outliers: Tensor | None, tables: dict[str, Tensor]
+    part: Dense, shape: PageShape, x: Tensor, outliers: Tensor | None, tables: dict[str, Tensor], segment: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Encodes pages x, float32 [p, t, h_kv, d]. Numbers in `outliers` (bool, same shape, or None) do not widen ranges.
 

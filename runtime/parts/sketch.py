@@ -23,7 +23,12 @@ def unbiasing(part: Sketch, d: int) -> float:
 
 
 def encode(
-    part: Sketch, shape: PageShape, residual: Tensor, outliers: Tensor | None, tables: dict[str, Tensor]
+    part: Sketch,
+    shape: PageShape,
+    residual: Tensor,
+    outliers: Tensor | None,
+    tables: dict[str, Tensor],
+    segment: int = 1,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Signs and norms of residual, float32 [p, t, h_kv, d]; and the vectors whose products with a query are the estimates."""
     by_head = residual.transpose(1, 2)

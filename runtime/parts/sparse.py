@@ -25,7 +25,7 @@ def select(part: Sparse, shape: PageShape, x: Tensor, tables: dict[str, Tensor])
 
 
 def encode(
-    part: Sparse, shape: PageShape, residual: Tensor, outliers: Tensor, tables: dict[str, Tensor]
+    part: Sparse, shape: PageShape, residual: Tensor, outliers: Tensor, tables: dict[str, Tensor], segment: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Stores `residual` (float32 [p, t, h_kv, d], what the parts before left) where the mask `outliers` is set.
 

@@ -156,7 +156,7 @@ def test_unknown_entry_lists_the_known_ones():
 def test_missing_entry_lists_the_required_ones():
     data = kvquant_data()
     del data["key"]["t"]
-    with pytest.raises(FormatError, match=r"f\.key\.t is missing: t, dense must be set"):
+    with pytest.raises(FormatError, match=r"f\.key\.t is missing: t must be set"):
         from_json(LayerFormat, data, "f")
 
 

@@ -67,16 +67,22 @@ def step(case, lengths, m, seed):
     b = len(lengths)
     q = torch.randn(b, case.h_q, m, case.d, generator=torch.Generator().manual_seed(seed)) * 2
     k, v = (torch.from_numpy(cache_numbers((b, m, case.h_kv, case.d), seed + i)).transpose(1, 2) for i in (1, 2))
-    positions = torch.tensor(lengths)[:, None] + torch.arange(m)
+    positions = start(b) + torch.tensor(lengths)[:, None] + torch.arange(m)
     return q, k, v, positions
 
 
+def start(b):
+    """Positions of the sequences' first tokens: not zero, as where padding was counted."""
+    return 5 + 3 * torch.arange(b)[:, None]
+
+
 def filled(case, lengths):
-    """A cache whose sequences have these lengths, filled by one left-padded prompt; positions start at 0."""
+    """A cache whose sequences have these lengths, filled by one left-padded prompt."""
     kv, longest = KVCache(case.bundle(), len(lengths)), max(lengths)
     valid = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     q, k, v, _ = step(case, [0] * len(lengths), longest, 10)
-    kv.layers[0].attend(q, k, v, valid.long().cumsum(-1) - 1, valid, case.d**-0.5)
+    positions = start(len(lengths)) + valid.long().cumsum(-1) - 1
+    kv.layers[0].attend(q, k, v, positions, valid, case.d**-0.5)
     assert kv.lengths == lengths
     return kv
 
@@ -104,7 +110,7 @@ def expected(case, kv, i, q, k, v):
     (sinks, newest), packed = layer.key.exact(i, n), layer.key.dense(i).double().numpy()
     uncertain = transform_error(layer.key, packed, 1)
     if case.key.domain == "pre_rope":
-        first = case.key.window.sinks
+        first = int(start(i + 1)[i]) + case.key.window.sinks
         positions = np.arange(first, first + packed.shape[0])[:, None]
         for a, b in case.rope.pairs():  # test_rotation.py derives the 5
             pair = np.abs(packed[..., a]) + np.abs(packed[..., b])

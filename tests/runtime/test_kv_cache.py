@@ -168,20 +168,16 @@ def test_a_reserve_holds_for_a_larger_batch_too():
     assert kv.nbytes == 3 * BUNDLE.geometry.cache_bytes(200, 4)
 
 
-def test_a_copy_lives_its_own_life():
-    kv = filled([100])
-    attend(kv, *tokens(1, 30))
+@pytest.mark.parametrize("max_tokens", [None, 400])
+def test_a_copy_lives_its_own_life(max_tokens):
+    """The cache and its copy go on as caches that were never copied; pages are added in place and by growing."""
+    kv, alone, alone_too = (filled([100], max_tokens=max_tokens) for _ in range(3))
+    for cache in (kv, alone, alone_too):
+        attend(cache, *tokens(1, 30))
     twin = copy.deepcopy(kv)
-    attend(twin, *tokens(90, 31))
-    assert kv.lengths == [101]
-    other = filled([100])
-    attend(other, *tokens(1, 30))
-    for m, seed in ((1, 40), (40, 41), (1, 42)):
-        assert torch.equal(attend(kv, *tokens(m, seed)), attend(other, *tokens(m, seed)))
-    untouched = filled([100])
-    attend(untouched, *tokens(1, 30))
-    attend(untouched, *tokens(90, 31))
-    assert torch.equal(attend(twin, *tokens(1, 50)), attend(untouched, *tokens(1, 50)))
+    for seed, m in ((40, 90), (41, 1), (42, 40), (43, 1)):
+        assert torch.equal(attend(twin, *tokens(m, seed)), attend(alone, *tokens(m, seed)))
+        assert torch.equal(attend(kv, *tokens(m, seed + 10)), attend(alone_too, *tokens(m, seed + 10)))
 
 
 def test_padding_is_neither_seen_nor_kept():
