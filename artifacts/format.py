@@ -43,7 +43,7 @@ class Format:
             raise FormatError("a page needs a part that covers every number: set dense or sketch")
         if self.sketch and self.domain == "pre_rope":
             raise FormatError(
-                "sketch with domain=pre_rope: the query is projected once, and RoPE would turn it anew for every token; "
+                "sketch with domain=pre_rope: the query is projected once, and RoPE would turn it for every token; "
                 "set domain=post_rope"
             )
         if self.center and self.domain == "pre_rope":

@@ -92,8 +92,8 @@ class PageGeometry:
     def cache_bytes(self, n: int, full_bytes: int, prompt: int = 0) -> int:
         """Bytes that a cache with room for n tokens of one sequence allocates for this side.
 
-        full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). prompt: how many of the tokens come as
-        one prompt, which makes segments fewer. Counted: sinks, window buffer, pages, records, segments, block table.
+        full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). prompt: how many of the tokens come
+        as one prompt, which makes segments fewer. Counted: sinks, window buffer, pages, records, segments, block table.
         """
         window, t = self.format.window, self.format.t
         buffered = window.sinks + window.recent + t

@@ -4,9 +4,9 @@
 
 Every experiment of conf/experiment/ that matches --rows is calibrated (the model is loaded once) and evaluated on the
 whole text in windows of --context tokens, as deployed, and once more without a window (every token quantized at once,
-as the papers simulate it). Prints Markdown; --out keeps everything as JSON, and is continued if it already holds some of
-the rows (with all of them there, nothing is computed: `--out docs/results/ladder-llama-gqa.json` prints the committed
-table).
+as the papers simulate it). Prints Markdown; --out keeps everything as JSON, and is continued if it already holds some
+of the rows (with all of them there, nothing is computed: `--out docs/results/ladder-llama-gqa.json` prints the
+committed table).
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.progress import Progress
 
+from artifacts import Bundle
 from calib.__main__ import CONF
 from calib.config import Settings, TextConfig, register
 from calib.data import Tokens, calibration_tokens, evaluation_tokens
 from calib.evaluate import evaluate
 from calib.pipeline import calibrate
-from runtime.hf import load_causal_lm
+from calib.recall import accuracy
+from runtime.hf import SignpostCache, load_causal_lm
 
 LONG = 131072  # tokens at which bits are stated besides the context
 LADDER = [  # KVQuant's steps in the paper's order, then the other widths
@@ -59,9 +62,22 @@ def _measure(names: list[str], done: dict[str, Any], out: Path, options: argpars
     data = TextConfig("text", options.data)
     calibration = calibration_tokens(data, model, tokenizer, options.samples, options.seqlen, 0)
     text = evaluation_tokens(TextConfig("text", options.eval), model, tokenizer, options.tokens, options.context, 0)
+
+    def recall(bundle: Bundle | None) -> dict[str, Any]:
+        """Share of pass keys found, by length; full precision for no bundle."""
+        if not options.filler:
+            return {}
+        filler = Path(options.filler).read_text(encoding="utf-8")
+        make = (lambda: None) if bundle is None else (lambda: SignpostCache(model, bundle))
+        lengths = [int(n) for n in options.recall_lengths.split(",")]
+        found = {n: accuracy(model, tokenizer, filler, "passkey", n, options.trials, make) for n in lengths}
+        return {"passkey": found}
+
+    if options.filler and "full precision" not in done:
+        done["full precision"] = recall(None)
     for name in names:
         start = time.perf_counter()
-        done[name] = _row(name, model, calibration, text)
+        done[name] = _row(name, model, calibration, text, recall)
         done[name]["seconds"] = time.perf_counter() - start
         out.write_text(json.dumps({"rows": done} | _environment(options, model), indent=1) + "\n")
         print(f"{name}: {done[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
@@ -79,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--filler", help="text to hide pass keys in; none: recall is not measured")
+    parser.add_argument("--recall-lengths", default="1024,4096,16384")
+    parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--device", default="auto")
     return parser
 
@@ -90,14 +109,16 @@ def _experiments(patterns: str) -> list[str]:
     return list(dict.fromkeys(name for pattern in patterns.split(",") for name in names if fnmatch(name, pattern)))
 
 
-def _row(name: str, model: Any, calibration: Tokens, text: Tokens) -> dict[str, Any]:
+def _row(
+    name: str, model: Any, calibration: Tokens, text: Tokens, recall: Callable[[Bundle], dict[str, Any]]
+) -> dict[str, Any]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         settings = Settings.of(compose("config", [f"experiment={name}"]))
     with Progress(console=Console(quiet=True)) as progress:
         bundle = calibrate(model, settings, calibration, progress)
     result = evaluate(model, bundle, text)
     plain = evaluate(model, bundle, text, window=False)
-    return {
+    return recall(bundle) | {
         "recipe": settings.config.method.name,
         **result,
         "bits_long": bundle.geometry.bits(LONG),
@@ -130,10 +151,12 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         plain = row["no_window"]
+        keys = [f"{100 * share:.0f}%" for share in row["passkey"].values()] if "passkey" in row else []
         lines.append(
             f"| {row['recipe']} | {row['bits']:.2f} | {row['bits_long']:.2f} "
             f"| {row['loss_increase']:+.4f} | {row['kl_mean']:.4f} | {row['kl_p999']:.2f} "
             f"| {plain['loss_increase']:+.4f} | {plain['kl_mean']:.4f} | {plain['kl_p999']:.2f} |"
+            + "".join(f" {share} |" for share in keys)
         )
     return "\n".join(lines)
 

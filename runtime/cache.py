@@ -317,8 +317,8 @@ class KVCache:
     max_tokens  tokens to reserve for, per sequence, and the most that one may hold: `nbytes` is
                 `b * bundle.geometry.cache_bytes(max_tokens, itemsize)` from the start and no step allocates any more.
                 None: pages are allocated by doubling
-    prompt      with max_tokens, how many of them will come as one prompt: formats with factors per segment need less room
-                then, and `nbytes` is `b * bundle.geometry.cache_bytes(max_tokens, itemsize, prompt)`
+    prompt      with max_tokens, how many of them will come as one prompt: formats with factors per segment need less
+                room then, and `nbytes` is `b * bundle.geometry.cache_bytes(max_tokens, itemsize, prompt)`
     dtype       of sinks and window: the model's
     device      where the cache lives. On the CPU decode steps run on the page kernels (numba), elsewhere on the codec
     """

@@ -29,9 +29,9 @@ class Codec:
     def encode(self, x: Tensor, segment: int = 1) -> tuple[dict[str, Tensor], Tensor]:
         """Encodes pages x [p, t, h_kv, d] (any float dtype, computed in float32, finite).
 
-        segment: as many pages at a time are packed together (see `artifacts.parts.LowRank`); the last ones may be fewer.
-        Returns the fields, each [p, h_kv, ...], [p, ...] or [segments, h_kv, ...] by scope, and the decoded pages in
-        float32. Raises ValueError for NaN or infinity.
+        segment: as many pages at a time are packed together (see `artifacts.parts.LowRank`); the last ones may be
+        fewer. Returns the fields, each [p, h_kv, ...], [p, ...] or [segments, h_kv, ...] by scope, and the decoded
+        pages in float32. Raises ValueError for NaN or infinity.
         """
         if segment > 1 and x.shape[0] % segment:
             whole = x.shape[0] // segment * segment

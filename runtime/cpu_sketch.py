@@ -30,7 +30,7 @@ class SketchReader:
     tables: dict[str, Tensor]
 
     def add_scores(self, q: Tensor, ids: Tensor, out: Tensor) -> None:
-        """Adds the estimates of <q, k> to out, float32 [h_kv, rows, p * t]; q float32 [h_kv, rows, d], ids int32 [p]."""
+        """Adds estimates of <q, k> to out, float32 [h_kv, rows, p * t]; q float32 [h_kv, rows, d], ids int32 [p]."""
         if self.part.outliers:
             kept = kept_channels(self.tables)
             self._add("", q * kept, ids, out)

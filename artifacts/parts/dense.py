@@ -22,8 +22,8 @@ class Dense:
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
               ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token;
               with axis `head`, the d channels of the head
-    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle) or `lloyd` (Lloyd-Max for coordinates of a
-              random direction, TurboQuant; needs normalize `norm`)
+    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle) or `lloyd` (Lloyd-Max for coordinates of
+              a random direction, TurboQuant; needs normalize `norm`)
     scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
     normalize `range`: scale and zero point from the smallest and largest number; `norm`: the scale is the vector's
               Euclidean norm and there is no zero point (axis `head`)

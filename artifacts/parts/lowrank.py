@@ -1,8 +1,8 @@
 """`lowrank`: factors of what the parts before left, per kv head and segment: residual ~ left right^T.
 
 A segment is what was packed at once: all pages of a prompt (or of a chunk of it), or one page of decoded tokens. `left`
-belongs to tokens and lies in their pages, `right` belongs to the segment and lies in a table of its own that pages point
-to. Source: GEAR (algorithm 1, sections 3.2 and 3.3).
+belongs to tokens and lies in their pages, `right` belongs to the segment and lies in a table of its own that pages
+point to. Source: GEAR (algorithm 1, sections 3.2 and 3.3).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class LowRank:
     def __post_init__(self) -> None:
         if self.rank < 1 or not 1 <= self.block_rank <= self.rank:
             raise FormatError(
-                f"lowrank.rank={self.rank}, lowrank.block_rank={self.block_rank}: both at least 1, block_rank at most rank"
+                f"lowrank.rank={self.rank}, lowrank.block_rank={self.block_rank}: at least 1, block_rank at most rank"
             )
 
     def check(self, shape: PageShape) -> None:

@@ -1,7 +1,7 @@
 """`sketch`: signs of a random projection and norms, from which inner products are estimated without bias.
 
-<q, k> ~ c / m * ||k|| * <S q, sign(S k)>. The query is projected once and never quantized. A few channels of large norm can
-have a sketch of their own, and the rest is sketched without them. On its own or on the residual of the parts before
+<q, k> ~ c / m * ||k|| * <S q, sign(S k)>. The query is projected once and never quantized. A few channels of large norm
+can have a sketch of their own, and the rest is sketched without them. On its own or on the residual of the parts before
 (TurboQuant's product variant). Keys only: an estimate of products with the query, not of the vector. Source: QJL.
 """
 

@@ -19,8 +19,8 @@ def encode(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Factors of residual, float32 [p, t, h_kv, d]; `segment` pages form a segment and divide p.
 
-    Returns left [p, h_kv, t, rank], right [p / segment, h_kv, d, rank], segment [p, 1] (counted from 0), and the product of
-    the stored float16 factors.
+    Returns left [p, h_kv, t, rank], right [p / segment, h_kv, d, rank], segment [p, 1] (counted from 0), and the
+    product of the stored float16 factors.
     """
     p, t, h_kv, d = residual.shape
     rank = part.rank if segment > 1 else part.block_rank
@@ -40,18 +40,34 @@ def decode(part: LowRank, shape: PageShape, fields: dict[str, Tensor], tables: d
 
 
 def factorize(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Best rank-r approximation of matrices [..., n, d] as left [..., n, r] (orthonormal columns) and right [..., d, r].
+    """Best rank-r approximation of matrices [..., n, d]: left [..., n, r] (orthonormal columns), right [..., d, r].
 
-    Subspace iteration with orthonormalization at every step, from a fixed random start, so that the same numbers give the
-    same factors.
+    Subspace iteration with orthonormalization at every step, from a fixed random start, so that the same numbers give
+    the same factors.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(matrices.shape[-1], rank, generator=generator).to(matrices)
     right = start.expand(*matrices.shape[:-2], -1, -1)
     for _ in range(ITERATIONS):
-        left = torch.linalg.qr(matrices @ right).Q
+        left = _orthonormal(matrices @ right)
         right = matrices.transpose(-1, -2) @ left
     return left, right
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Gram-Schmidt on the r columns of [..., n, r], twice, which is enough; a column that depends on others becomes 0.
+
+    r is small, and a batched QR would run matrix by matrix on a GPU.
+    """
+    for _ in range(2):
+        done: list[Tensor] = []
+        for column in columns.unbind(-1):
+            for other in done:
+                column = column - (other * column).sum(-1, keepdim=True) * other
+            norm = column.norm(dim=-1, keepdim=True)
+            done.append(torch.where(norm > 0, column / norm, 0.0))
+        columns = torch.stack(done, -1)
+    return columns
 
 
 def _padded(x: Tensor, rank: int) -> Tensor:

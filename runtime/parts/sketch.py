@@ -14,8 +14,8 @@ BITS = 32  # signs per word, the first one lowest
 def unbiasing(part: Sketch, d: int) -> float:
     """The constant c of the estimate c / m * ||k|| * S^T sign(S k) of k.
 
-    Gaussian rows: sqrt(pi / 2). Rows uniform on the sphere of radius sqrt(d): 1 / (sqrt(d) E|u_1|) with u uniform on the unit
-    sphere, E|u_1| = Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)); 0.2% smaller at d = 128.
+    Gaussian rows: sqrt(pi / 2). Rows uniform on the sphere of radius sqrt(d): 1 / (sqrt(d) E|u_1|) with u uniform on
+    the unit sphere, E|u_1| = Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)); 0.2% smaller at d = 128.
     """
     if part.rows == "gaussian":
         return sqrt(pi / 2)
@@ -30,7 +30,7 @@ def encode(
     tables: dict[str, Tensor],
     segment: int = 1,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Signs and norms of residual, float32 [p, t, h_kv, d]; and the vectors whose products with a query are the estimates."""
+    """Signs and norms of residual, float32 [p, t, h_kv, d]; and vectors whose products with queries estimate."""
     by_head = residual.transpose(1, 2)
     rest = by_head * kept_channels(tables) if part.outliers else by_head
     fields = _stored("", rest, tables["sketch"])

@@ -17,6 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from artifacts import Dense, PageShape
 from artifacts.errors import FormatError
+from runtime.codes import unpack
 from runtime.parts import dense
 from tests.formats import SIDES, cache_numbers, random_tensors
 from tests.oracles.dense import kivi_group, middle_and_half, nearest, norm, vectors
@@ -173,9 +174,10 @@ def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebo
 @pytest.mark.parametrize("kind", [("token", 0), ("token", 32), ("channel", 4), ("head", 0)])
 def test_constant_vectors(kind, number):
     x = np.full((4, 2, 32), number, np.float32)
-    _, approximation, zero, scale = encode(Dense(3, *kind), x)
+    fields, approximation, zero, scale = encode(Dense(3, *kind), x)
     assert (scale == 0).all()
     assert (approximation == zero).all()
+    assert (unpack(fields["codes"], 3) == 3).all()  # of 0, midway between values 3 and 4
     assert np.abs(approximation - x).max() <= rounding(number)
 
 
