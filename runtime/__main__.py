@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -80,7 +80,7 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
         torch.manual_seed(options.seed)
         sampling = {"do_sample": True, "temperature": options.temperature, "top_p": None, "top_k": 0}
     start = time.perf_counter()
-    ids = model.generate(
+    ids = cast(Any, model).generate(
         **prompt, past_key_values=cache, max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True), **sampling,
     )  # fmt: skip

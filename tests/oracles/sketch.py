@@ -45,6 +45,7 @@ def bernstein_rows(epsilon: float, delta: float) -> float:
     """Rows m from the moments that lemma 5's proof derives, put into the Bernstein inequality that it cites.
 
     E z^2 = pi / 2 and E|z|^l <= l! / 2 * E z^2 * (2 / 3)^(l - 2) (for ||q|| = ||k|| = 1) give
-    P(error > epsilon) <= 2 exp(-m epsilon^2 / (2 (pi / 2 + 2 / 3 epsilon))); the paper has 2 / 3 in the place of pi / 2.
+    P(error > epsilon) <= 2 exp(-m epsilon^2 / (2 (pi / 2 + 2 / 3 epsilon))); the paper has 2 / 3 in
+    the place of pi / 2.
     """
     return (np.pi + 4 / 3 * epsilon) / epsilon**2 * np.log(2 / delta)
