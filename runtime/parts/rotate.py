@@ -4,8 +4,8 @@ from torch import Tensor
 
 
 def forward(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
-    """Row vectors x [..., d] times P."""
-    return x @ tables["rotation"]
+    """Row vectors x [..., d] times P, which calibration makes on the CPU, wherever the model is."""
+    return x @ tables["rotation"].to(x.device)
 
 
 def forward_gradient(gradient: Tensor, tables: dict[str, Tensor]) -> Tensor:

@@ -155,7 +155,8 @@ def test_zeros_stay_zeros(fmt):
     x = torch.zeros(1, fmt.t, 2, 64)
     fields, decoded = codec.encode(x + codec.tables.get("mean", 0))
     assert all((fields[name] == 0).all() for name in fields if "norm" in name)
-    assert torch.equal(decoded, (x + codec.tables.get("mean", 0)))
+    assert torch.equal(decoded, x + codec.tables.get("mean", 0))
+    assert all((fields[name] == -1).all() for name in fields if "signs" in name), "a sign bit says: not negative"
 
 
 @pytest.mark.parametrize("name", ["plain", "outliers"])

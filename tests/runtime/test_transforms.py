@@ -73,8 +73,8 @@ def test_softmax_does_not_see_centring_nor_rotation(kind):
     """Attention with queries and keys as pages would hold them, nothing quantized, against plain keys; in float64.
 
     Both vectors of a product are rotated, each to d u of its terms, and P is orthogonal to d^1.5 + d roundoffs u
-    (test_transform_fits.py), so a product is off by (3 d + d^1.5 + 1) u of |q| |P| |P|^T |k|, and twice that of the mean,
-    which takes part in the difference. `float32_bound` is first order, so it scales with u.
+    (test_transform_fits.py), so a product is off by (3 d + d^1.5 + 1) u of |q| |P| |P|^T |k|, and twice that of the
+    mean, which takes part in the difference. `float32_bound` is first order, so it scales with u.
     """
     d, n, scaling = D, 50, D**-0.5
     tables = {"mean": tables_of()["mean"].double()}
