@@ -21,6 +21,10 @@ from rich.console import Console
 from artifacts.errors import SignpostError
 from calib.config import Config, ConfigError, Settings, register
 
+# Before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, costs minutes where
+# something else uses the same cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
