@@ -10,8 +10,10 @@ import argparse
 from math import ceil
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from artifacts import load
+from artifacts import Bundle, load
 from calib.config import TextConfig
 from calib.data import evaluation_tokens
 from calib.tap import Tap
@@ -44,7 +46,7 @@ def main() -> None:
         )
 
 
-def _outliers_per_page(model, bundle, windows):  # type: ignore[no-untyped-def]
+def _outliers_per_page(model: PreTrainedModel, bundle: Bundle, windows: Tensor) -> tuple[Tensor, int]:
     """Outliers of each page of keys, int64, over layers and windows; numbers per page."""
     tap, counts, numbers = Tap(model), [], 0
     for ids in windows:

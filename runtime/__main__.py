@@ -58,9 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:
     import torch
-    from transformers import TextStreamer
 
-    from runtime.hf import SignpostCache, load_causal_lm
+    from runtime.hf import SignpostCache, TextStreamer, load_causal_lm
 
     model, tokenizer = load_causal_lm(options.model, options.dtype, options.device)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt

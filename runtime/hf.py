@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TextStreamer,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
@@ -33,6 +34,17 @@ from artifacts import Bundle, ModelFingerprint, Rope
 from artifacts.errors import SignpostError
 from runtime.cache import KVCache
 from runtime.rope import Rotation
+
+__all__ = [
+    "AttendingCache",
+    "ModelLoadError",
+    "SignpostCache",
+    "TextStreamer",
+    "UnsupportedModelError",
+    "fingerprint",
+    "load_causal_lm",
+    "rotary",
+]
 
 ATTENTION = "signpost"  # our name in transformers' registries
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length

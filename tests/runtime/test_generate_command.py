@@ -1,0 +1,101 @@
+"""`python -m runtime generate`, on the embedded model with a random bundle."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from runtime.__main__ import main
+from runtime.hf import fingerprint, load_causal_lm
+from tests.formats import kivi, random_bundle
+
+PROMPT = "The history of the city"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_causal_lm("tiny", "float32", "cpu")[0]
+
+
+@pytest.fixture
+def bundle(tiny, tmp_path):
+    """A saved bundle of 8-bit codes for the embedded model."""
+    model = fingerprint(tiny)
+    inv_freq = tiny.model.rotary_emb.inv_freq.numpy()
+    layers = [kivi(8, 32, recent=0)] * model.l
+    return random_bundle(layers, model.h_q, model.h_kv, model.d, model=model, inv_freq=inv_freq).save(tmp_path / "b")
+
+
+def run(capsys, *arguments):
+    code = main(["generate", "--model", "tiny", "--dtype", "float32", "--device", "cpu", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_text_and_the_line_on_its_cost(bundle, capsys):
+    code, out, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "40")
+    assert code == 0
+    assert out.startswith(PROMPT)
+    assert len(out) > len(PROMPT) + 40
+    assert "40 tokens in" in err
+    assert "tokens/s" in err
+    assert "bits per number" in err
+
+
+def test_sampling_follows_the_seed(bundle, capsys):
+    texts = [
+        run(
+            capsys,
+            "--bundle",
+            str(bundle),
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "12",
+            "--temperature",
+            "1",
+            "--seed",
+            s,
+        )[1]
+        for s in ("1", "1", "2")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_from_standard_input(bundle, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert run(capsys, "--bundle", str(bundle), "--prompt", "-", "--max-new-tokens", "2")[1].startswith(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", PROMPT, "--max-new-tokens", "5000"], "exceed the model's 4096 positions"),
+        (["--prompt", PROMPT, "--max-new-tokens", "0"], "at least 1 token"),
+        (["--prompt", PROMPT, "--temperature", "-1"], "a temperature of 0 or more"),
+        (["--prompt", PROMPT, "--device", "nonsense"], "device=nonsense: allowed are auto, cpu"),
+        (["--prompt", PROMPT, "--model", "no/such/model"], "cannot load the model 'no/such/model'"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_code_2(bundle, capsys, monkeypatch, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, _, err = run(capsys, "--bundle", str(bundle), *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_bundles_that_do_not_load(bundle, tiny, tmp_path, capsys):
+    assert "no bundle at" in run(capsys, "--bundle", str(tmp_path / "none"), "--prompt", PROMPT)[2]
+    other = replace(fingerprint(tiny), config_hash="0", name="another")
+    layers = [kivi(8, 32, recent=0)] * other.l
+    path = random_bundle(layers, 4, 2, 64, model=other).save(tmp_path / "other")
+    assert "config_hash: bundle has 0" in run(capsys, "--bundle", str(path), "--prompt", PROMPT)[2]
+    tensors = bundle / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-10])
+    code, _, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
+    assert (code, "Fetch the bundle again" in err) == (2, True)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 99}))
+    assert "schema version 99" in run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)[2]
