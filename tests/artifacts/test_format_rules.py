@@ -5,7 +5,19 @@ import json
 import pytest
 from hypothesis import given
 
-from artifacts import Dense, Format, FormatError, LayerFormat, PageShape, Rotate, Sparse, Window
+from artifacts import (
+    Center,
+    Dense,
+    Format,
+    FormatError,
+    LayerFormat,
+    LowRank,
+    PageShape,
+    Rotate,
+    Sketch,
+    Sparse,
+    Window,
+)
 from artifacts.format import from_json, to_json
 from tests.artifacts.samples import kvquant, layer_formats
 
@@ -59,6 +71,34 @@ REFUSED = {
         lambda: Format(64, Dense(2, "token", 64), domain="pre_rope", rotate=Rotate("haar")),
         r"does not commute with RoPE.*set domain=post_rope",
     ),
+    "rank below one": (lambda: LowRank(0, 0), r"lowrank\.rank=0, .* at least 1, block_rank at most rank"),
+    "block rank above rank": (
+        lambda: LowRank(2, 3),
+        r"block_rank=3: at least 1, block_rank at most rank",
+    ),
+    "rank above the head dimension": (
+        lambda: LowRank(65, 2).check(PageShape(128, 2, 64)),
+        r"rank=65 is above what 128 tokens x 64 channels can have: 64 at most",
+    ),
+    "signs that fill no word": (lambda: Sketch(100), r"sketch\.m=100, .* multiples of 32, m at least 32"),
+    "outlier channels without signs": (lambda: Sketch(64, outliers=4), r"outliers=4 .* both 0, or both above 0"),
+    "more outlier channels than channels": (
+        lambda: Sketch(64, outliers=64, outlier_m=32).check(PageShape(64, 2, 64)),
+        r"sketch\.outliers=64 must be below the head dimension 64",
+    ),
+    "sketched before RoPE": (
+        lambda: Format(64, sketch=Sketch(64), domain="pre_rope"),
+        r"sketch with domain=pre_rope: the query is projected once.*set domain=post_rope",
+    ),
+    "centred before RoPE": (
+        lambda: Format(64, Dense(2, "token", 64), domain="pre_rope", center=Center()),
+        r"center with domain=pre_rope.*softmax would see them",
+    ),
+    "sketched values": (
+        lambda: LayerFormat(Format(64, TOKEN), Format(64, sketch=Sketch(64))),
+        r"value\.sketch: a sketch estimates products with the query",
+    ),
+    "nothing at all": (lambda: Format(64), r"a page needs a part that covers every number: set dense or sketch"),
     "hadamard of no power of two": (
         lambda: Rotate("hadamard").check(PageShape(64, 2, 96)),
         r"needs a head dimension that is a power of two, not 96: use haar",
