@@ -29,7 +29,7 @@ def main() -> None:
     text = TextConfig("text", options.text)
     ids = evaluation_tokens(text, model, tokenizer, options.tokens, options.tokens, 0).ids
     for dtype in (torch.float32, torch.float64):
-        model = model.to(dtype)  # type: ignore[arg-type]
+        model = model.to(dtype)
         with torch.no_grad():
             simulated, full = simulated_logits(model, bundle, ids), model(ids, use_cache=False).logits
             real = cached_logits(model, bundle, ids)[0]
