@@ -21,7 +21,7 @@ from safetensors.numpy import save as dump_tensors
 
 from artifacts.atomic import replace_folder
 from artifacts.errors import BundleCorruptError, BundleError, BundleNotFoundError, BundleVersionError, FormatError
-from artifacts.fields import PageShape, TensorSpec
+from artifacts.fields import PageShape, SideName, TensorSpec
 from artifacts.format import LayerFormat, from_json, to_json
 from artifacts.geometry import CacheGeometry
 from artifacts.model import ModelFingerprint
@@ -29,7 +29,7 @@ from artifacts.model import ModelFingerprint
 SCHEMA_VERSION = 1
 MANIFEST, TENSORS, EVALUATION = "manifest.json", "tensors.safetensors", "evaluation.json"
 MANIFEST_LIMIT = 16 << 20  # bytes; a manifest of 1000 layers is below 1 MiB
-SIDES = ("key", "value")
+SIDES: tuple[SideName, SideName] = ("key", "value")
 
 Tensor = NDArray[np.generic]
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Bundle:
         for layer, formats in enumerate(self.layers):
             for side in SIDES:
                 fmt = getattr(formats, side)
-                fmt.check(shape := PageShape(fmt.t, self.model.h_kv, self.model.d))
+                fmt.check(shape := PageShape(fmt.t, self.model.h_kv, self.model.d, side))
                 specs |= {f"layers.{layer}.{side}.{name}": spec for name, spec in fmt.bundle_tensors(shape).items()}
         return specs
 
@@ -260,7 +260,7 @@ def _check_tensor(name: str, tensor: Tensor, spec: TensorSpec) -> None:
         )
     if not np.isfinite(tensor).all():
         raise FormatError(f"tensor {name} holds numbers that are not finite")
-    if name.endswith(".signposts") and not (np.diff(tensor.astype(np.float64)) >= 0).all():
+    if name.endswith((".signposts", ".edges")) and not (np.diff(tensor.astype(np.float64)) >= 0).all():
         raise FormatError(f"tensor {name} is not in ascending order")
     if name.endswith(".scale") and not (tensor.astype(np.float64) >= 0).all():
         raise FormatError(f"tensor {name} holds a negative scale")

@@ -8,16 +8,18 @@ import numpy as np
 
 from artifacts.errors import FormatError
 
+SideName = Literal["key", "value"]
 MAX_NUMBERS = (1 << 31) - 1  # numbers of a page: positions and counts are 32-bit
 
 
 @dataclass(frozen=True)
 class PageShape:
-    """t tokens x h_kv kv heads x d channels: what one page of one layer's keys (or values) covers."""
+    """t tokens x h_kv kv heads x d channels: what one page of one layer's keys (or values, as `side` says) covers."""
 
     t: int
     h_kv: int
     d: int
+    side: SideName
 
     def __post_init__(self) -> None:
         for name in ("t", "h_kv", "d"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from artifacts.fields import Field, PageShape
+from artifacts.fields import Field, PageShape, SideName
 from artifacts.format import Format, LayerFormat
 
 ALIGN = 16
@@ -37,9 +37,9 @@ class PageGeometry:
         self.format.check(self.shape)
 
     @classmethod
-    def of(cls, format: Format, h_kv: int, d: int) -> "PageGeometry":
-        """Geometry for h_kv kv heads of d channels."""
-        return cls(format, PageShape(format.t, h_kv, d))
+    def of(cls, format: Format, h_kv: int, d: int, side: SideName) -> "PageGeometry":
+        """Geometry for h_kv kv heads of d channels of keys or values."""
+        return cls(format, PageShape(format.t, h_kv, d, side))
 
     @cached_property
     def _placed(self) -> tuple[dict[str, Placed], dict[str, int]]:
@@ -112,7 +112,8 @@ class CacheGeometry:
     @classmethod
     def of(cls, formats: Iterable[LayerFormat], h_kv: int, d: int) -> "CacheGeometry":
         """Geometry for the formats of all layers over h_kv kv heads of d channels."""
-        return cls(tuple((PageGeometry.of(f.key, h_kv, d), PageGeometry.of(f.value, h_kv, d)) for f in formats))
+        sides = ((PageGeometry.of(f.key, h_kv, d, "key"), PageGeometry.of(f.value, h_kv, d, "value")) for f in formats)
+        return cls(tuple(sides))
 
     @property
     def _sides(self) -> list[PageGeometry]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from artifacts import Dense, Format, LowRank, PageGeometry, Sparse
+from artifacts.fields import SideName
 from calib.config import TextConfig
 from calib.data import evaluation_tokens
 from calib.tap import Tap
@@ -50,10 +51,10 @@ def main() -> None:
         )
 
 
-def _ratios(side: str, x: Tensor) -> dict[str, Tensor]:
+def _ratios(side: SideName, x: Tensor) -> dict[str, Tensor]:
     """x [n, h_kv, d]: error over the optimum for the whole prompt and for every block."""
     pages = x.unflatten(0, (-1, T))
-    residual = pages - Codec(PageGeometry.of(BACKBONES[side], *x.shape[1:]), {}, x.device).encode(pages)[1]
+    residual = pages - Codec(PageGeometry.of(BACKBONES[side], *x.shape[1:], side), {}, x.device).encode(pages)[1]
     blocks = residual.transpose(1, 2)  # [p, h_kv, t, d]
     prompt = residual.flatten(0, 1).transpose(0, 1)  # [h_kv, n, d]
     return {

@@ -1,5 +1,6 @@
-"""From samples to the bundle's tensors: passes over the samples, each feeding the fits that are ready for it."""
+"""From samples to formats and the bundle's tensors: passes over the samples, each feeding the fits that are ready."""
 
+from collections.abc import Sequence
 from itertools import count
 
 from rich.progress import Progress
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from artifacts import LayerFormat
 from artifacts.errors import SignpostError
-from artifacts.fields import PageShape
+from artifacts.fields import PageShape, SideName
+from calib.choices import LayerRecipe
 from calib.config import MethodConfig
-from calib.fits import Fit, Side, center, dense, rotate, sketch, sparse
+from calib.fits import Fit, Side, center, dense, lowrank, rotate, sketch, sparse
 from calib.progress import track
 from calib.tap import Activations, Tap
 from runtime.parts import MODULES
@@ -19,8 +21,11 @@ PENDING = (
     rotate.pending,
     sparse.pending,
     dense.pending,
+    lowrank.pending,
     sketch.pending,
 )  # in the order in which parts need each other
+CHOSEN = (lowrank.chosen, sketch.chosen)
+MANY = 1 << 30  # tokens, where nothing depends on how many
 
 
 class SideFits:
@@ -81,19 +86,21 @@ class SideFits:
 def collect(
     tap: Tap,
     ids: Tensor,
-    formats: tuple[LayerFormat, ...],
+    recipes: Sequence[LayerRecipe],
     method: MethodConfig,
     h_kv: int,
     d: int,
     progress: Progress | None = None,
-) -> dict[str, Tensor]:
-    """Fits everything that `formats` want from the bundle. ids int64 [samples, seqlen].
+) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+    """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
-    Returns tensors by bundle name. Passes without gradients come first, so that at most one pass pays for gradients.
-    Raises SignpostError where the samples are shorter than one page behind the sinks, and what `Tap.run` and the fits
-    raise.
+    ids int64 [samples, seqlen]; without samples only what needs no observation can be fitted. Returns the formats of
+    all layers and tensors by bundle name. Passes without gradients come first, so that at most one pass pays for
+    gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by them.
+    Raises SignpostError where the samples are shorter than one page behind the sinks, FormatError where a format does
+    not fit the model, and what `Tap.run` and the fits raise.
     """
-    layers = [_layer(layer, fmt, method, ids, h_kv, d) for layer, fmt in enumerate(formats)]
+    layers = _sides(recipes, method, h_kv, d, *ids.shape)
     sides = [side for layer in layers for side in layer]
     for number in count(1):
         for side in sides:
@@ -105,24 +112,53 @@ def collect(
         if not titles:
             break
         _run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", progress)
-    return {f"{side.side.name}.{key}": t for side in sides for key, t in side.side.tables.items()}
+    return _chosen([key.side for key, _ in layers], [value.side for _, value in layers])
 
 
-def _layer(
-    layer: int, formats: LayerFormat, method: MethodConfig, ids: Tensor, h_kv: int, d: int
-) -> tuple[SideFits, SideFits]:
-    fits = []
-    for name, fmt in (("key", formats.key), ("value", formats.value)):
-        pages = (ids.shape[1] - fmt.window.sinks) // fmt.t
+def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int) -> bool:
+    """Whether anything has to be observed for these recipes: the bundles of tuning-free formats need no text."""
+    sides = [side for layer in _sides(recipes, method, h_kv, d, 1, MANY) for side in layer]
+    for side in sides:
+        side.prepare()
+    return any(side.fit for side in sides)
+
+
+def _chosen(keys: Sequence[Side], values: Sequence[Side]) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+    """Formats with every number that was left open, and the tensors that they declare."""
+    for choose in CHOSEN:
+        keys, values = choose(keys), choose(values)
+    formats = tuple(LayerFormat(key.format, value.format) for key, value in zip(keys, values, strict=True))
+    tensors = {
+        f"{side.name}.{name}": side.tables[name]
+        for layer in zip(keys, values, strict=True)
+        for side in layer
+        for name in side.format.bundle_tensors(side.shape)
+    }
+    return formats, tensors
+
+
+def _sides(
+    recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int, samples: int, seqlen: int
+) -> list[tuple[SideFits, SideFits]]:
+    """Keys and values of every layer with nothing fitted yet.
+
+    Raises SignpostError for samples without a page, FormatError where a format does not fit the model.
+    """
+
+    def side(layer: int, name: SideName, recipe: LayerRecipe) -> SideFits:
+        fmt = getattr(recipe.formats, name)
+        pages = (seqlen - fmt.window.sinks) // fmt.t
         if pages < 1:
             raise SignpostError(
-                f"samples of {ids.shape[1]} tokens do not fill a page of {fmt.t} behind {fmt.window.sinks} sinks: "
+                f"samples of {seqlen} tokens do not fill a page of {fmt.t} behind {fmt.window.sinks} sinks: "
                 f"set seqlen to at least {fmt.t + fmt.window.sinks}"
             )
-        tokens = ids.shape[0] * pages * fmt.t
-        side = Side(f"layers.{layer}.{name}", fmt, PageShape(fmt.t, h_kv, d), tokens, method, {})
-        fits.append(SideFits(side, name == "key"))
-    return fits[0], fits[1]
+        shape, tokens = PageShape(fmt.t, h_kv, d, name), samples * pages * fmt.t
+        fmt.check(shape)
+        known = Side(f"layers.{layer}.{name}", fmt, shape, tokens, method, {}, getattr(recipe, name))
+        return SideFits(known, name == "key")
+
+    return [(side(layer, "key", recipe), side(layer, "value", recipe)) for layer, recipe in enumerate(recipes)]
 
 
 def _run_pass(

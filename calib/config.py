@@ -11,10 +11,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from artifacts import Format, LayerFormat
 from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
+from calib.choices import LayerRecipe, split
 
 WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
+HALVES = ("first_half", "second_half")
 
 
 class ConfigError(SignpostError, ValueError):
@@ -63,12 +65,16 @@ class EvalConfig(TextConfig):
 
 @dataclass
 class MethodConfig:
-    """A recipe over the parts of the format algebra; see `artifacts.format.Format` for what `key` and `value` may hold.
+    """A recipe over the parts of the format algebra; see `artifacts.format.Format` for what `key` and `value` may hold,
+    and `calib.choices` for numbers that they may leave to calibration.
 
-    weights  of the signposts' k-means: none, fisher, fisher_scaled (KVQuant's objective, F_ii * s_i^2)
+    weights  of the signposts' k-means: none, fisher, fisher_scaled (KVQuant's objective, F_ii * s_i^2); also of the
+             spectra that ranks are chosen by (none, or times the mean squared gradient)
     bins     of the histogram over normalized numbers
     seed     of random rotations
-    layers   settings that differ in single layers: {0: {key: {dense: {bits: 8}}}}
+    layers   settings that differ in some layers: {0: {key: {dense: {bits: 8}}}}. A key is a layer, a range (`0-3`), or
+             `first_half` or `second_half` of the model's layers. Where several keys cover a layer, halves come first,
+             then ranges, then single layers, the later on top
     """
 
     name: str = MISSING
@@ -148,8 +154,8 @@ class Settings:
         _check_text(c.eval, "eval", SOURCES)
         if c.eval.source != "none":
             self._validate_eval()
-        for layer in (None, *self._overrides()):
-            self._check_pages(self.layer_format(layer))
+        for override in (None, *self._overrides()):
+            self._check_pages(self._recipe([override] if override else []).formats)
 
     def _validate_eval(self) -> None:
         e, seqlen = self.config.eval, self.eval_seqlen
@@ -169,7 +175,14 @@ class Settings:
         return self.config.seqlen if self.config.eval.seqlen is None else self.config.eval.seqlen
 
     def _check_pages(self, layer: LayerFormat) -> None:
-        for fmt in (layer.key, layer.value):
+        for name, fmt in (("key", layer.key), ("value", layer.value)):
+            group = fmt.dense.group if fmt.dense and fmt.dense.axis == "channel" else 0
+            if group and fmt.window.recent % group:
+                below = fmt.window.recent // group * group
+                raise ConfigError(
+                    f"method.{name}.window.recent={fmt.window.recent} is not a multiple of dense.group={group}: "
+                    f"groups of tokens leave the window whole, set {below} or {below + group}"
+                )
             needed = fmt.t + fmt.window.sinks
             if self.config.seqlen < needed:
                 raise ConfigError(
@@ -177,36 +190,73 @@ class Settings:
                     f"sinks: set seqlen to at least {needed}"
                 )
 
-    def _overrides(self) -> dict[int, Any]:
-        """`method.layers` by number."""
+    def _overrides(self) -> list["_Override"]:
+        """`method.layers` in the order in which they apply. Raises FormatError."""
         layers = self.config.method.layers or {}
         if not isinstance(layers, dict):
             raise FormatError(f"method.layers={layers!r} must be a table of layers, such as {{0: {{key: {{t: 64}}}}}}")
         for name, sides in layers.items():
-            if not str(name).isdecimal():
-                raise FormatError(f"method.layers.{name}: layers are numbers from 0")
             if not isinstance(sides, dict) or (unknown := sorted(set(map(str, sides)) - {"key", "value"})):
                 named = unknown[0] if isinstance(sides, dict) else repr(sides)
                 raise FormatError(f"method.layers.{name}: {named} is not a side: known are key, value")
-        return {int(name): sides for name, sides in layers.items()}
+        return sorted(_Override(str(name), sides) for name, sides in layers.items())
 
-    def layer_format(self, layer: int | None) -> LayerFormat:
-        """The recipe (layer None), or the recipe with the settings of one layer on top. Raises FormatError."""
-        own = {} if layer is None else self._overrides().get(layer, {})
-        sides = {}
+    def _recipe(self, overrides: Sequence["_Override"]) -> LayerRecipe:
+        """The recipe with the settings of these overrides on top. Raises FormatError."""
+        formats, rules = {}, {}
         for side in ("key", "value"):
             table, where = getattr(self.config.method, side), f"method.{side}"
-            if side in own:
-                table, where = _merged(table, own[side]), f"method.layers.{layer}.{side}"
-            sides[side] = from_json(Format, _without_absent(table), where)
-        return LayerFormat(**sides)
+            for override in overrides:
+                if side in override.sides:
+                    table, where = _merged(table, override.sides[side]), f"method.layers.{override.name}.{side}"
+            table, rules[side] = split(_without_absent(table), where)
+            formats[side] = from_json(Format, table, where)
+        return LayerRecipe(LayerFormat(**formats), **rules)
+
+    def recipes(self, layers: int) -> tuple[LayerRecipe, ...]:
+        """Formats of all layers and what they leave to calibration.
+
+        Raises FormatError where `method.layers` names a layer that the model lacks.
+        """
+        overrides = self._overrides()
+        for override in overrides:
+            if override.covered(layers).stop > layers:
+                raise FormatError(f"method.layers.{override.name}: the model has layers 0 to {layers - 1}")
+        return tuple(self._recipe([o for o in overrides if layer in o.covered(layers)]) for layer in range(layers))
 
     def formats(self, layers: int) -> tuple[LayerFormat, ...]:
-        """Formats of all layers. Raises FormatError where `method.layers` names a layer that the model lacks."""
-        for layer in self._overrides():
-            if layer >= layers:
-                raise FormatError(f"method.layers.{layer}: the model has layers 0 to {layers - 1}")
-        return tuple(self.layer_format(layer) for layer in range(layers))
+        """Formats of all layers, with stand-ins where calibration has yet to choose a number. Raises as `recipes`."""
+        return tuple(recipe.formats for recipe in self.recipes(layers))
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One entry of `method.layers`: which layers (see `MethodConfig`) and what differs there."""
+
+    name: str
+    sides: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.covered(2):
+            raise FormatError(
+                f"method.layers.{self.name}: layers are numbers from 0, ranges such as 0-3, or {' or '.join(HALVES)}"
+            )
+
+    def covered(self, layers: int) -> range:
+        """Layers of a model with so many; a range may reach beyond it. Empty for a name that means none."""
+        if self.name in HALVES:
+            return range(layers // 2) if self.name == HALVES[0] else range(layers // 2, layers)
+        first, dash, last = self.name.partition("-")
+        known = first.isdecimal() and (last.isdecimal() if dash else True)
+        return range(int(first), int(last or first) + 1) if known else range(0)
+
+    def __lt__(self, other: "_Override") -> bool:
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[int, int]:
+        kind = 0 if self.name in HALVES else 1 if "-" in self.name else 2
+        return kind, self.covered(2).start
 
 
 def _at_least(values: dict[str, tuple[int, int]]) -> None:

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from artifacts import Bundle, Format, PageGeometry
+from artifacts import Bundle, Format
 from artifacts.geometry import SEGMENT_PAGES
 from calib.data import Tokens
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
@@ -41,11 +41,8 @@ class SimulatedCache(AttendingCache):
         self.formats = bundle.layers
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.codecs = [
-            tuple(
-                Codec(PageGeometry.of(fmt, bundle.model.h_kv, bundle.model.d), bundle.side_tensors(layer, side), device)
-                for side, fmt in (("key", formats.key), ("value", formats.value))
-            )
-            for layer, formats in enumerate(bundle.layers)
+            tuple(Codec(geometry, bundle.side_tensors(layer, geometry.shape.side), device) for geometry in sides)
+            for layer, sides in enumerate(bundle.geometry.layers)
         ]
 
     def attend(

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from artifacts import Bundle, PageGeometry, load
 from artifacts.atomic import replace_folder
-from artifacts.bundle import EVALUATION, MANIFEST, TENSORS
+from artifacts.bundle import EVALUATION, MANIFEST, SIDES, TENSORS
 from artifacts.errors import BundleError, FormatError
-from calib.collect import collect
+from calib.collect import collect, observes
 from calib.config import ConfigError, Settings
 from calib.data import Tokens, calibration_tokens, evaluation_tokens, text_files
 from calib.evaluate import evaluate
@@ -47,7 +47,7 @@ def run(settings: Settings, console: Console) -> Bundle:
     source = load_causal_lm(config.model.path, _dtype(config.model.dtype, device), str(device), config.model.revision)
     model = source[0]
     with bars(console) as progress:  # not before: downloads and loading have bars of their own
-        tokens = calibration_tokens(config.data, *source, config.samples, config.seqlen, config.seed, progress)
+        tokens = _tokens(settings, source, progress)
         if evaluated:
             e = config.eval
             text = evaluation_tokens(e, *source, e.tokens, settings.eval_seqlen, config.seed, progress)
@@ -58,6 +58,14 @@ def run(settings: Settings, console: Console) -> Bundle:
             bundle = bundle.with_evaluation(evaluate(model, bundle, text, config.eval.cache_tokens, progress))
             bundle.save(path)
     return bundle
+
+
+def _tokens(settings: Settings, source: tuple[PreTrainedModel, PreTrainedTokenizerBase], progress: Progress) -> Tokens:
+    """What to calibrate on; nothing where the formats fit nothing, because generating text takes a while."""
+    config, info = settings.config, fingerprint(source[0])
+    if not observes(settings.recipes(info.l), config.method, info.h_kv, info.d):
+        return Tokens(torch.empty(0, config.seqlen, dtype=torch.int64), "none needed")
+    return calibration_tokens(config.data, *source, config.samples, config.seqlen, config.seed, progress)
 
 
 def _dtype(name: str, device: torch.device) -> str:
@@ -90,11 +98,11 @@ def _check_model(settings: Settings) -> None:
     h_kv = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     d = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     for layer in settings.formats(model.num_hidden_layers):
-        for name, side in (("key", layer.key), ("value", layer.value)):
+        for side in SIDES:
             try:
-                PageGeometry.of(side, h_kv, d)
+                PageGeometry.of(getattr(layer, side), h_kv, d, side)
             except FormatError as error:
-                raise FormatError(f"method.{name}: {error}") from error
+                raise FormatError(f"method.{side}: {error}") from error
     limit = getattr(model, "max_position_embeddings", None)
     used = {"seqlen": config.seqlen} | ({"eval.seqlen": settings.eval_seqlen} if config.eval.source != "none" else {})
     for name, seqlen in used.items():
@@ -105,8 +113,8 @@ def _check_model(settings: Settings) -> None:
 def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None) -> Bundle:
     """The bundle for `model`, without evaluation."""
     config, info = settings.config, fingerprint(model)
-    formats = settings.formats(info.l)
-    tensors = collect(Tap(model), tokens.ids, formats, config.method, info.h_kv, info.d, progress)
+    recipes = settings.recipes(info.l)
+    formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress)
     arrays = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}
     arrays["rope.inv_freq"] = rotary(model)[1].numpy()
     used = {name: value for name, value in settings.resolved.items() if name not in ("out", "eval")}

@@ -1,4 +1,8 @@
-"""`python -m runtime generate --bundle B --model M --prompt "..."`: text from a model with a compressed cache."""
+"""The runtime's commands.
+
+`python -m runtime generate --bundle B --model M --prompt "..."`: text from a model with a compressed cache.
+`python -m runtime compile --bundle B --arch sm_90a`: the kernels that a bundle needs, compiled ahead; no GPU needed.
+"""
 
 import argparse
 import sys
@@ -10,6 +14,7 @@ from rich.console import Console
 
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError
+from runtime.jit import ARCHS, cache_folder, precompile
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -33,6 +38,15 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one"
     )
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile a bundle's kernels ahead of time",
+        description="Compiles the kernels that a bundle needs into the folder SIGNPOST_CACHE_DIR; needs no GPU.",
+    )
+    compile_.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
+    compile_.add_argument(
+        "--arch", required=True, nargs="+", choices=ARCHS, help=f"one or several of {', '.join(ARCHS)}"
+    )
     return top
 
 
@@ -41,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console = Console(stderr=True)
     try:
+        if options.command == "compile":
+            _compile(load(options.bundle), options.arch)
+            return 0
         if options.max_new_tokens < 1 or options.temperature < 0:
             raise SignpostError(
                 f"--max-new-tokens {options.max_new_tokens} --temperature {options.temperature}: "
@@ -54,6 +71,20 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"[bold red]error:[/] {error}: pip install 'signpost-kv[hf]'", highlight=False, soft_wrap=True)
         return 2
     return 0
+
+
+def _compile(bundle: Bundle, archs: list[str]) -> None:
+    """Fills the kernel cache; prints a line per unit and the total."""
+    from runtime.gpu import units
+
+    start, count = time.perf_counter(), 0
+    for arch in archs:
+        for unit, seconds, resources in precompile(units(bundle, arch), arch):
+            count += 1
+            registers = max((used.registers for used in resources.values()), default=0)
+            spilled = sum(used.spill_bytes for used in resources.values())
+            print(f"{arch} {unit.name}: {seconds:.2f} s, {registers} registers, {spilled} bytes spilled")
+    print(f"{count} units in {time.perf_counter() - start:.1f} s, in {cache_folder()}")
 
 
 def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:

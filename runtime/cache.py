@@ -14,6 +14,7 @@ from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.errors import SignpostError
+from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES, TABLE_BYTES
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.cpu import PageReader
@@ -175,8 +176,8 @@ class LayerCache:
         self.device, self.reserved = rotation.inv_freq.device, reserved
         self.lengths, self.offsets = [0] * b, [0] * b
 
-        def side(name: str, fmt: Format) -> Side:
-            geometry = PageGeometry.of(fmt, model.h_kv, model.d)
+        def side(name: SideName, fmt: Format) -> Side:
+            geometry = PageGeometry.of(fmt, model.h_kv, model.d, name)
             return Side(fmt, Codec(geometry, bundle.side_tensors(layer, name), self.device), b, reserved, dtype, prompt)
 
         self.key, self.value = side("key", formats.key), side("value", formats.value)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from artifacts.codes import RUN, pieces
+from artifacts.fields import PageShape
+from artifacts.order import TILE, code_order, word_order
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -22,3 +24,19 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     for p in pieces(bits):
         runs[..., p.code] |= ((words[..., p.word] >> p.shift) & ((1 << p.width) - 1)) << p.low
     return runs.flatten(-2)
+
+
+def pack_page(codes: Tensor, shape: PageShape, bits: int) -> Tensor:
+    """Packs integer codes [..., t, d] of pages into int32 words [..., t / 16, d / 2 * bits] in the page's order."""
+    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side)).to(codes.device)
+    words = pack(codes.flatten(-2)[..., order].unflatten(-1, (shape.t // TILE, -1)), bits).flatten(-2)
+    return words[..., torch.from_numpy(word_order(shape.d, bits)).to(codes.device)]
+
+
+def unpack_page(words: Tensor, shape: PageShape, bits: int) -> Tensor:
+    """Inverse of `pack_page`: int64 codes [..., t, d]."""
+    places = torch.from_numpy(word_order(shape.d, bits)).to(words.device)
+    lanes = torch.empty_like(words).index_copy_(-1, places, words)
+    ordered = unpack(lanes.unflatten(-1, (-1, bits)), bits).flatten(-2)
+    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side)).to(words.device)
+    return torch.empty_like(ordered).index_copy_(-1, order, ordered).unflatten(-1, (shape.t, shape.d))

@@ -1,10 +1,11 @@
 """The one list of formats and shapes that shared tests run over, random bundles for them, and numbers like a cache's.
 
 `CASES` covers every pair of values of any two axes at least once (with 3 bits: each codebook, each head dimension, each
-number of kv heads, ...): what goes wrong, nearly always goes wrong by two choices that do not fit together.
+number of kv heads, ...) unless they contradict each other: what goes wrong, nearly always goes wrong by two choices
+that do not fit together. tests/calib/test_recipes.py runs the recipes of conf/ over all widths and shapes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
@@ -13,15 +14,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts import Bundle, Center, Dense, Format, LayerFormat, ModelFingerprint, Rope, Rotate, Sparse, Window
+from artifacts import (
+    Bundle,
+    Center,
+    Dense,
+    Format,
+    LayerFormat,
+    LowRank,
+    ModelFingerprint,
+    Rope,
+    Rotate,
+    Sketch,
+    Sparse,
+    Window,
+)
+from artifacts.fields import SideName
 
-DENSE: dict[str, dict[str, Any]] = {
+DENSE: dict[str, dict[str, Any] | None] = {
     "channel-bundle": {"axis": "channel", "scales": "bundle"},
     "token": {"axis": "token"},
     "token-32": {"axis": "token", "group": 32},
     "channel-32": {"axis": "channel", "group": 32},
     "head": {"axis": "head"},
     "norm": {"axis": "head", "normalize": "norm"},
+    "none": None,
 }
 SPARSE = {
     "none": None,
@@ -29,6 +45,13 @@ SPARSE = {
     "page-channel": Sparse(0.02, "channel", "online"),
     "token": Sparse(0.02, "token", "online"),
     "matrix": Sparse(0.01, "matrix", "bundle", capacity=2.0),
+}
+LOWRANK = {"none": None, "rank-1": LowRank(1, 1), "rank-4": LowRank(4, 2)}
+SKETCH = {
+    "none": None,
+    "sketch": Sketch(64),
+    "gaussian": Sketch(96, "gaussian"),
+    "two-sketches": Sketch(128, "orthogonal", 8, 64),
 }
 DOMAIN: dict[str, dict[str, Any]] = {
     "pre_rope": {"domain": "pre_rope"},
@@ -40,8 +63,10 @@ DOMAIN: dict[str, dict[str, Any]] = {
 AXES: dict[str, list[Any]] = {
     "dense": list(DENSE),
     "bits": [1, 2, 3, 4, 8],
-    "codebook": ["uniform", "nf", "nuq"],
+    "codebook": ["uniform", "nf", "nuq", "nuq-qnorm"],
     "sparse": list(SPARSE),
+    "lowrank": list(LOWRANK),
+    "sketch": list(SKETCH),
     "t": [32, 64],
     "d": [64, 128, 256],
     "h_kv": [1, 2, 4, 7, 8],
@@ -66,7 +91,7 @@ class Case:
     d: int
     rope: Rope
 
-    def sides(self) -> list[tuple[str, Format]]:
+    def sides(self) -> list[tuple[SideName, Format]]:
         return [("key", self.key), ("value", self.value)]
 
     def bundle(self, layers: int = 1) -> Bundle:
@@ -74,10 +99,18 @@ class Case:
         return random_bundle([LayerFormat(self.key, self.value)] * layers, self.h_q, self.h_kv, self.d, self.rope)
 
 
-def all_pairs(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+def contradicts(row: Mapping[str, Any]) -> bool:
+    """Whether formats refuse what the row asks of keys: a sketch before RoPE, or no part that covers every number."""
+    return (row["sketch"] != "none" and row["domain"] == "pre_rope") or row["dense"] == row["sketch"] == "none"
+
+
+def all_pairs(
+    axes: Mapping[str, list[Any]], refused: Callable[[Mapping[str, Any]], bool] = lambda row: False
+) -> list[dict[str, Any]]:
     """Rows, one value per axis, in which every pair of values of two axes stands together at least once. Deterministic.
 
-    Greedy: each row is the best of a fixed number of random ones, repaired to hold a pair that is still missing.
+    Greedy: each row is the best of a fixed number of random ones, repaired to hold a pair that is still missing. A pair
+    that is refused in all of them is left out.
     """
     rng = np.random.default_rng(0)
     missing = {((a, x), (b, y)) for a, b in combinations(axes, 2) for x, y in product(axes[a], axes[b])}
@@ -86,6 +119,10 @@ def all_pairs(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
         wanted = min(missing, key=repr)
         drafts = [{axis: values[rng.integers(len(values))] for axis, values in axes.items()} for _ in range(40)]
         drafts = [draft | dict(wanted) for draft in drafts]
+        drafts = [draft for draft in drafts if not refused(draft)]
+        if not drafts:
+            missing.remove(wanted)
+            continue
         row = max(drafts, key=lambda draft: len(missing & set(combinations(draft.items(), 2))))
         missing -= set(combinations(row.items(), 2))
         rows.append(row)
@@ -93,37 +130,52 @@ def all_pairs(axes: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _format(row: Mapping[str, Any]) -> Format:
-    dense = DENSE[row["dense"]]
-    # Lloyd-Max is made for vectors of norm 1, and takes the place of uniform there.
-    codebook = "lloyd" if "normalize" in dense and row["codebook"] == "uniform" else row["codebook"]
+    kind, dense = DENSE[row["dense"]], None
+    if kind is not None:
+        # Lloyd-Max is made for vectors of norm 1, and takes the place of uniform there.
+        codebook = "lloyd" if "normalize" in kind and row["codebook"] == "uniform" else row["codebook"]
+        dense = Dense(row["bits"], codebook=codebook, **kind)
     return Format(
         t=row["t"],
-        dense=Dense(row["bits"], codebook=codebook, **dense),
+        dense=dense,
         sparse=SPARSE[row["sparse"]],
         window=Window(row["sinks"], row["recent"]),
+        lowrank=LOWRANK[row["lowrank"]],
+        sketch=SKETCH[row["sketch"]],
         **DOMAIN[row["domain"]],
     )
 
 
+def _value_format(row: Mapping[str, Any], sinks: int) -> Format:
+    """Values know neither RoPE nor sketches, so they need codes; a sink is one on both sides."""
+    changes = {"sinks": sinks, "sketch": "none", "domain": row["domain"].replace("pre_rope", "post_rope")}
+    return _format({**row, **changes, "dense": "token" if row["dense"] == "none" else row["dense"]})
+
+
 def _case(index: int, rows: list[dict[str, Any]]) -> Case:
-    """Keys by row `index`, values by another row; values know no RoPE, and a sink is one on both sides."""
-    row, other = rows[index], rows[(index + 1) % len(rows)]
-    words = ("dense", "bits", "codebook", "sparse", "domain")
-    name = "{}-{}bit-{}-{}-{}".format(*(row[word] for word in words)) + f"-d{row['d']}-{row['h_kv']}x{row['g']}"
-    value = _format(other | {"sinks": row["sinks"], "domain": other["domain"].replace("pre_rope", "post_rope")})
+    """Keys by row `index`, values by another row."""
+    row, value = rows[index], _value_format(rows[(index + 1) % len(rows)], rows[index]["sinks"])
+    words = ("dense", "bits", "codebook", "sparse", "lowrank", "sketch", "domain", "d", "h_kv", "g")
+    name = "{}-{}bit-{}-{}-{}-{}-{}-d{}-{}x{}".format(*(row[word] for word in words))
     rope = Rope(row["d"] // row["rotated"], row["layout"], 1.0 + index % 2 / 8, "default")
     return Case(name, _format(row), value, row["h_kv"] * row["g"], row["h_kv"], row["d"], rope)
 
 
-_ROWS = all_pairs(AXES)
+_ROWS = all_pairs(AXES, contradicts)
 CASES = [_case(index, _ROWS) for index in range(len(_ROWS))]
-# For tests of one side alone: name, format, kv heads, head dimension.
-SIDES = [(f"{case.name}.{side}", fmt, case.h_kv, case.d) for case in CASES for side, fmt in case.sides()]
+# For tests of one side alone: name, format, kv heads, head dimension, keys or values.
+SIDES = [(f"{case.name}.{side}", fmt, case.h_kv, case.d, side) for case in CASES for side, fmt in case.sides()]
+DENSE_SIDES = [side for side in SIDES if side[1].dense]
 
 
 def bare(fmt: Format) -> Format:
     """The format without what is done to vectors before its parts see them."""
     return replace(fmt, center=None, rotate=None)
+
+
+def plain(fmt: Format) -> Format:
+    """The format's codes and outliers alone: what any reader of the bytes decodes to the very same bits."""
+    return replace(bare(fmt), lowrank=None, sketch=None)
 
 
 def kvquant(bits: int, t: int = 64, sinks: int = 1, recent: int = 0) -> LayerFormat:
@@ -157,7 +209,7 @@ def cache_numbers(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
 
 
 @cache
-def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArray[np.float32]]:
+def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArray[Any]]:
     """Tensors that `fmt` declares, calibrated in the plainest way on 256 tokens of `cache_numbers`."""
     rng = np.random.default_rng(seed)
     x = cache_numbers((256, h_kv, d), seed).astype(np.float64)
@@ -176,12 +228,30 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
             lower, upper = np.quantile(x, ends).reshape(2, 1, 1)
         tensors |= {"lower": lower, "upper": upper}
         x = np.clip(x, lower, upper)
-    if fmt.dense.scales == "bundle":
+    if fmt.dense and fmt.dense.scales == "bundle":
         low, high = x.min(0), x.max(0)
         tensors |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
-    if fmt.dense.codebook == "nuq":
+    if fmt.dense and fmt.dense.codebook in ("nuq", "nuq-qnorm"):
         tensors["signposts"] = np.sort(rng.uniform(-1, 1, 1 << fmt.dense.bits))
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    if fmt.dense and fmt.dense.codebook == "nuq-qnorm":
+        tensors["edges"] = (tensors["signposts"][:-1] + tensors["signposts"][1:]) / 2
+        tensors["signposts"] = 1.1 * tensors["signposts"] + 0.05
+    found = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    return found | (_sketches(fmt.sketch, h_kv, d, rng) if fmt.sketch else {})
+
+
+def _sketches(part: Sketch, h_kv: int, d: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
+    """Random matrices as the part says; other channels are outliers in every head."""
+
+    def matrix(m: int) -> NDArray[np.float32]:
+        blocks = [_orthogonal("haar", d, rng) * d**0.5 for _ in range(-(-m // d))]
+        rows = rng.normal(size=(m, d)) if part.rows == "gaussian" else np.concatenate(blocks)[:m]
+        return rows.astype(np.float32)
+
+    if not part.outliers:
+        return {"sketch": matrix(part.m)}
+    mask = rng.random((h_kv, d)).argsort(-1) < part.outliers
+    return {"sketch": matrix(part.m), "outlier_sketch": matrix(part.outlier_m), "outlier_mask": mask.astype(np.uint8)}
 
 
 def _orthogonal(kind: str, d: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -6,11 +6,13 @@ A vector (the numbers that share one scale and zero point) runs along tokens (`a
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from artifacts.codes import RUN, check_bits
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
+from artifacts.order import TILE
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,10 @@ class Dense:
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
               ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token;
               with axis `head`, the d channels of the head
-    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle) or `lloyd` (Lloyd-Max for coordinates of
-              a random direction, TurboQuant; needs normalize `norm`)
+    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle), `nuq-qnorm` (signposts, stretched and
+              shifted so that mean and deviation of what is decoded are those of the data, while codes are chosen as
+              before: KVQuant's Q-Norm) or `lloyd` (Lloyd-Max for coordinates of a random direction, TurboQuant; needs
+              normalize `norm`)
     scales    `bundle` (calibrated offline; axis `channel`, group 0) or `online` (from the page itself, float16)
     normalize `range`: scale and zero point from the smallest and largest number; `norm`: the scale is the vector's
               Euclidean norm and there is no zero point (axis `head`)
@@ -32,7 +36,7 @@ class Dense:
     bits: int
     axis: Literal["channel", "token", "head"]
     group: int = 0
-    codebook: Literal["uniform", "nf", "nuq", "lloyd"] = "uniform"
+    codebook: Literal["uniform", "nf", "nuq", "nuq-qnorm", "lloyd"] = "uniform"
     scales: Literal["bundle", "online"] = "online"
     normalize: Literal["range", "norm"] = "range"
 
@@ -63,11 +67,18 @@ class Dense:
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where the part does not fit a page of this shape."""
+        if shape.t % TILE:
+            raise FormatError(
+                f"pages of t={shape.t} tokens are not stored in tiles of {TILE}: take a multiple of {TILE}"
+            )
         if shape.d % RUN:
             raise FormatError(f"head dimension {shape.d} is not a multiple of {RUN}, which packed codes need")
         length, what = (shape.t, "page of {} tokens") if self.axis == "channel" else (shape.d, "head dimension {}")
         if self.group and length % self.group:
-            raise FormatError(f"dense.group={self.group} does not divide the {what.format(length)}")
+            raise FormatError(
+                f"dense.group={self.group} does not divide the {what.format(length)}: set a divisor of {length}, such "
+                f"as {gcd(self.group, length)}"
+            )
 
     @property
     def spans_heads(self) -> bool:
@@ -83,20 +94,31 @@ class Dense:
         return (shape.t // self.group, shape.h_kv, shape.d) if self.group else (1, shape.h_kv, shape.d)
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
-        """What a page stores: codes per head; online scales per head, or per layer where they span the heads."""
-        codes = Field("codes", "uint32", (shape.t, shape.d // RUN, self.bits), "head")
+        """What a page stores: codes per head; online scales per head, or per layer where they span the heads.
+
+        In which order, says `artifacts.order`.
+        """
+        codes = Field("codes", "uint32", (shape.t // TILE, shape.d * TILE // RUN * self.bits), "head")
         if self.scales == "bundle":
             return (codes,)
-        t, _, c = self.scale_shape(shape)
+        size = self.scale_shape(shape)[::2]
+        if shape.side == "value" and self.axis == "token":
+            size = size[::-1]  # groups first: a lane takes the scales of neighbouring tokens
         scope: Literal["head", "layer"] = "layer" if self.spans_heads else "head"
         names = ("scale", "zero") if self.normalize == "range" else ("scale",)
-        return (codes, *(Field(name, "float16", (t, c), scope) for name in names))
+        return (codes, *(Field(name, "float16", size, scope) for name in names))
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
-        """What the bundle holds per layer and side."""
+        """What the bundle holds per layer and side.
+
+        scale, zero: of channels; signposts: the values of the codes; edges: between which numbers take which code,
+        where that is not the nearest value.
+        """
         tensors: dict[str, TensorSpec] = {}
         if self.scales == "bundle":
             tensors |= {name: TensorSpec("float32", (shape.h_kv, shape.d)) for name in ("scale", "zero")}
-        if self.codebook == "nuq":
+        if self.codebook in ("nuq", "nuq-qnorm"):
             tensors["signposts"] = TensorSpec("float32", (1 << self.bits,))
+        if self.codebook == "nuq-qnorm":
+            tensors["edges"] = TensorSpec("float32", ((1 << self.bits) - 1,))
         return tensors

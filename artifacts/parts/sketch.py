@@ -38,7 +38,9 @@ class Sketch:
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where there are more outlier channels than channels."""
         if self.outliers >= shape.d:
-            raise FormatError(f"sketch.outliers={self.outliers} must be below the head dimension {shape.d}")
+            raise FormatError(
+                f"sketch.outliers={self.outliers} must be below the head dimension {shape.d}: outlier channels are few"
+            )
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
         """signs, norm of the rest and of the outlier channels, per head and token."""

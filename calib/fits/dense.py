@@ -1,6 +1,8 @@
-"""Fits `dense`: ranges of channels, and signposts (KVQuant section 3.2)."""
+"""Fits `dense`: ranges of channels, signposts (KVQuant section 3.2) and their Q-Norm (its first version, 3.5)."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from artifacts.errors import SignpostError
@@ -22,7 +24,7 @@ def pending(side: Side) -> Fit | None:
             return RangeFit()
         # Thresholds of a channel are the first numbers inside: exactly the ends of its range.
         side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
-    if part.codebook == "nuq" and "signposts" not in side.tables:
+    if "signposts" in part.bundle_tensors(side.shape) and "signposts" not in side.tables:
         return SignpostFit(part, side.method.weights, side.method.bins, side.tables, side.name)
     return None
 
@@ -68,10 +70,12 @@ class SignpostFit:
     def __init__(self, part: Dense, weights: str, bins: int, tables: dict[str, Tensor], name: str = "this side"):
         self.part, self.weights, self.tables, self.name = part, weights, tables, name
         self.gradients = weights != "none"
-        self.histogram = WeightedHistogram.empty(bins)
+        self.histogram = self.counts = WeightedHistogram.empty(bins)
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        normalized, scale = dense.normalize(self.part, PageShape(*pages.shape[1:]), pages, outliers, self.tables)
+        t, h_kv, d = pages.shape[1:]
+        shape = PageShape(t, h_kv, d, "key")  # of values it would be the same: only storing knows the side
+        normalized, scale = dense.normalize(self.part, shape, pages, outliers, self.tables)
         weight = torch.ones_like(pages) if gradient is None or self.weights == "none" else gradient.square()
         if self.weights == "fisher_scaled":
             weight = weight * scale.square()
@@ -79,12 +83,41 @@ class SignpostFit:
         kept = kept if outliers is None else kept & ~outliers
         numbers, weights = (x[kept].cpu().numpy() for x in (normalized.clamp(-1, 1), weight))
         self.histogram = self.histogram.merge(WeightedHistogram.of(numbers, weights, self.histogram.bins))
+        if self.part.codebook == "nuq-qnorm":
+            ones = np.ones_like(numbers)
+            self.counts = self.counts.merge(WeightedHistogram.of(numbers, ones, self.counts.bins))
 
     def result(self) -> dict[str, Tensor]:
-        """signposts: float32 [2**bits], ascending. Raises SignpostError where no number has any weight."""
+        """signposts: float32 [2**bits], ascending; with Q-Norm also edges: float32 [2**bits - 1].
+
+        Raises SignpostError where no number has any weight.
+        """
         if not self.histogram.weight.any():
             raise SignpostError(
                 f"{self.name}: no number has any weight for the signposts, because all gradients are zero or all "
                 "numbers are equal: check that the model uses this layer, or set method.weights=none"
             )
-        return {"signposts": torch.from_numpy(fit_signposts(self.histogram, 1 << self.part.bits).values).float()}
+        values = fit_signposts(self.histogram, 1 << self.part.bits).values
+        if self.part.codebook != "nuq-qnorm":
+            return {"signposts": torch.from_numpy(values).float()}
+        between = 0.5 * (values[:-1] + values[1:])
+        found = {"signposts": q_norm(values, between, self.counts), "edges": between}
+        return {name: torch.from_numpy(numbers).float() for name, numbers in found.items()}
+
+
+def q_norm(values: NDArray[np.float64], between: NDArray[np.float64], counts: WeightedHistogram) -> NDArray[np.float64]:
+    """Codebook values [k] such that quantized numbers have the numbers' own mean and standard deviation.
+
+    between [k - 1]: ascending edges between the codes; counts: the numbers, each with weight 1. KVQuant's Q-Norm,
+    `(C - mu_2) sigma_1 / sigma_2 + mu_1` with the moments of the numbers (1) and of their quantized values (2). The
+    numbers of a bin in which an edge lies all count for the code of their mean. One code alone keeps its width.
+    """
+    some = counts.weight > 0
+    weight, first = counts.weight[some], counts.first[some]
+    mean = first.sum() / weight.sum()
+    variance = counts.second[some].sum() / weight.sum() - mean**2
+    quantized = values[np.searchsorted(between, first / weight)]
+    mean_quantized = weight @ quantized / weight.sum()
+    variance_quantized = weight @ (quantized - mean_quantized) ** 2 / weight.sum()
+    stretch = np.sqrt(max(variance, 0.0) / variance_quantized) if variance_quantized else 1.0
+    return (values - mean_quantized) * stretch + mean

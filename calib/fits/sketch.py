@@ -1,5 +1,7 @@
 """Fits `sketch`: random matrices, and which channels of a head have their own sketch (QJL, sections 3 and 4)."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -19,7 +21,9 @@ def pending(side: Side) -> Fit | None:
         side.tables["sketch"] = matrix(part.m, side.shape.d, part.rows, generator)
         if part.outliers:
             side.tables["outlier_sketch"] = matrix(part.outlier_m, side.shape.d, part.rows, generator)
-    return MaskFit(part) if part.outliers and "outlier_mask" not in side.tables else None
+    if not part.outliers or "outlier_mask" in side.tables:
+        return None
+    return MaskFit(part, side.open.get("sketch.outliers"))
 
 
 def matrix(m: int, d: int, rows: str, generator: torch.Generator) -> Tensor:
@@ -38,18 +42,41 @@ def matrix(m: int, d: int, rows: str, generator: torch.Generator) -> Tensor:
 
 
 class MaskFit:
-    """The `outliers` channels of each head with the largest root mean square."""
+    """The channels of each head with the largest root mean square: `outliers` of them or, with a share, all that hold
+    at least that share of the head's squared norm (a channel that is like the others holds 1 / d), at most d - 1."""
 
     title = "outlier channels"
     gradients = False
 
-    def __init__(self, part: Sketch):
-        self.part, self.total = part, torch.zeros((), dtype=torch.float64)
+    def __init__(self, part: Sketch, share: float | None = None):
+        self.part, self.share, self.total = part, share, torch.zeros((), dtype=torch.float64)
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
         self.total = self.total.to(pages.device) + pages.double().square().sum((0, 1))
 
     def result(self) -> dict[str, Tensor]:
         """outlier_mask: uint8 [h_kv, d]."""
-        mask = torch.zeros(self.total.shape, dtype=torch.uint8, device=self.total.device)
-        return {"outlier_mask": mask.scatter_(1, self.total.topk(self.part.outliers, 1).indices, 1)}
+        order = self.total.argsort(dim=1, descending=True, stable=True)
+        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        mask = torch.zeros_like(order).scatter(1, order, (places < self._counts()).long())
+        return {"outlier_mask": mask.to(torch.uint8)}
+
+    def _counts(self) -> Tensor:
+        """Outlier channels of each head, [h_kv, 1]."""
+        if self.share is None:
+            return torch.full_like(self.total[:, :1], self.part.outliers)
+        enough = (self.total >= self.share * self.total.sum(1, keepdim=True)) & (self.total > 0)
+        return enough.sum(1, keepdim=True).clamp_max(self.total.shape[1] - 1)
+
+
+def chosen(sides: Sequence[Side]) -> list[Side]:
+    """Keys of all layers with as many outlier channels as the head that has most; with none at all, a layer has no
+    second sketch either. Heads differ in how many of them their masks use."""
+    return [_chosen(side) if "sketch.outliers" in side.open else side for side in sides]
+
+
+def _chosen(side: Side) -> Side:
+    assert side.format.sketch is not None
+    outliers = int(side.tables["outlier_mask"].sum(1).max())
+    part = replace(side.format.sketch, outliers=outliers, outlier_m=side.format.sketch.outlier_m if outliers else 0)
+    return side._replace(format=replace(side.format, sketch=part))

@@ -2,7 +2,8 @@
 
 All arithmetic is float32. A number x of a vector with range (lo, hi) has `zero = (hi + lo) / 2`,
 `scale = (hi - lo) / 2`, is normalized to `a = (x - zero) * (1 / scale)`, and takes the nearest value of the codebook (a
-tie goes to the lower one). With `normalize: norm` the scale is the vector's Euclidean norm and the zero point 0.
+tie goes to the lower one; with Q-Norm it is the value that was the nearest before all of them were moved). With
+`normalize: norm` the scale is the vector's Euclidean norm and the zero point 0.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from artifacts import codebooks
 from artifacts.errors import FormatError
 from artifacts.fields import PageShape
+from artifacts.order import channel_order
 from artifacts.parts import Dense
 from runtime import codes
 
@@ -19,13 +21,18 @@ HALF_MAX = 65504.0
 
 def codebook(part: Dense, d: int, tables: dict[str, Tensor], device: torch.device) -> Tensor:
     """Values of the codes, ascending, float32 [2**bits]."""
-    if part.codebook == "nuq":
+    if part.codebook in ("nuq", "nuq-qnorm"):
         return tables["signposts"]
     if part.codebook == "lloyd":
         values = codebooks.lloyd_max(part.bits, d)
     else:
         values = {"uniform": codebooks.uniform, "nf": codebooks.normal_float}[part.codebook](part.bits)
     return torch.from_numpy(values).to(device)
+
+
+def edges(part: Dense, values: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    """Between the codes' normalized numbers, ascending, float32 [2**bits - 1]; a number on an edge goes below it."""
+    return tables["edges"] if part.codebook == "nuq-qnorm" else 0.5 * (values[:-1] + values[1:])
 
 
 def encode(
@@ -38,13 +45,12 @@ def encode(
     """
     scale, zero = _ranges(part, shape, x, outliers, tables)
     values = codebook(part, shape.d, tables, x.device)
-    edges = 0.5 * (values[:-1] + values[1:])
-    chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges)
-    fields = {"codes": codes.pack(chosen.transpose(1, 2), part.bits)}
+    chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges(part, values, tables))
+    fields = {"codes": codes.pack_page(chosen.transpose(1, 2), shape, part.bits)}
     if part.scales == "online":
-        fields["scale"] = _stored(part, scale)
+        fields["scale"] = _stored(part, shape, scale)
         if part.normalize == "range":
-            fields["zero"] = _stored(part, zero)
+            fields["zero"] = _stored(part, shape, zero)
     return fields, _spread(zero, shape) + _spread(scale, shape) * values[chosen]
 
 
@@ -58,7 +64,7 @@ def normalize(
 
 def decode(part: Dense, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
     """Numbers float32 [p, t, h_kv, d] from the page's fields."""
-    chosen = codes.unpack(fields["codes"], part.bits).transpose(1, 2)
+    chosen = codes.unpack_page(fields["codes"], shape, part.bits).transpose(1, 2)
     values = codebook(part, shape.d, tables, chosen.device)
     scale, zero = (_scales(part, shape, name, fields, tables) for name in ("scale", "zero"))
     return _spread(zero, shape) + _spread(scale, shape) * values[chosen]
@@ -77,12 +83,28 @@ def _scales(part: Dense, shape: PageShape, name: str, fields: dict[str, Tensor],
     if name == "zero" and part.normalize == "norm":
         return torch.zeros(1, *part.scale_shape(shape), device=fields["scale"].device)
     stored = fields[name].float()
+    if shape.side == "value" and part.axis == "token":
+        stored = stored.transpose(-2, -1)
+    elif shape.side == "key" and part.axis == "channel":
+        stored = torch.empty_like(stored).index_copy_(-1, _channels(shape, stored.device), stored)
     return stored.unsqueeze(2) if part.spans_heads else stored.transpose(1, 2)
 
 
-def _stored(part: Dense, scales: Tensor) -> Tensor:
-    """[p, T, H, C] as the page field: float16 [p, H, T, C], or [p, T, C] where all heads share whole vectors."""
-    return scales.half().squeeze(2) if part.spans_heads else scales.half().transpose(1, 2)
+def _stored(part: Dense, shape: PageShape, scales: Tensor) -> Tensor:
+    """[p, T, H, C] as the page field: float16 [p, H, T, C], or [p, T, C] where all heads share whole vectors.
+
+    In the page's order: values' tokens by group first, keys' channels as lanes take them.
+    """
+    stored = scales.half().squeeze(2) if part.spans_heads else scales.half().transpose(1, 2)
+    if shape.side == "value" and part.axis == "token":
+        return stored.transpose(-2, -1)
+    if shape.side == "key" and part.axis == "channel":
+        return stored[..., _channels(shape, stored.device)]
+    return stored
+
+
+def _channels(shape: PageShape, device: torch.device) -> Tensor:
+    return torch.from_numpy(channel_order(shape.d)).to(device)
 
 
 def _ranges(

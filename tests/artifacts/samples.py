@@ -95,7 +95,7 @@ def tensors_of(layers: tuple[LayerFormat, ...], model: ModelFingerprint, seed: i
     tensors = {"rope.inv_freq": rng.random(model.rope.dim // 2, np.float32)}
     for l, layer in enumerate(layers):
         for side, fmt in (("key", layer.key), ("value", layer.value)):
-            for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d)).items():
+            for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d, side)).items():
                 tensors[f"layers.{l}.{side}.{name}"] = np.sort(rng.random(spec.shape, np.float32), axis=-1)
     return tensors
 

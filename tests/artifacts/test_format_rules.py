@@ -22,7 +22,7 @@ from artifacts.format import from_json, to_json
 from tests.artifacts.samples import kvquant, layer_formats
 
 TOKEN = Dense(4, "token")
-SHAPE = PageShape(64, 2, 128)
+SHAPE = PageShape(64, 2, 128, "key")
 REFUSED = {
     "bits": (lambda: Dense(5, "token"), r"bits=5 is not supported: allowed are 1, 2, 3, 4, 8"),
     "negative group": (lambda: Dense(4, "token", group=-32), r"dense\.group=-32 must be 0 .* or a positive number"),
@@ -38,7 +38,11 @@ REFUSED = {
         lambda: Dense(4, "channel"),
         r"axis=channel with scales=online needs a group of tokens \(group=32, say\).*scales=bundle",
     ),
-    "head dimension": (lambda: TOKEN.check(PageShape(64, 2, 80)), r"head dimension 80 is not a multiple of 32"),
+    "head dimension": (lambda: TOKEN.check(PageShape(64, 2, 80, "key")), r"head dimension 80 is not a multiple of 32"),
+    "tokens of a page": (
+        lambda: Format(24, TOKEN).check(PageShape(24, 2, 128, "key")),
+        r"pages of t=24 tokens are not stored in tiles of 16: take a multiple of 16",
+    ),
     "group of channels": (
         lambda: Dense(4, "token", group=48).check(SHAPE),
         r"dense\.group=48 does not divide the head dimension 128",
@@ -77,13 +81,13 @@ REFUSED = {
         r"block_rank=3: at least 1, block_rank at most rank",
     ),
     "rank above the head dimension": (
-        lambda: LowRank(65, 2).check(PageShape(128, 2, 64)),
+        lambda: LowRank(65, 2).check(PageShape(128, 2, 64, "key")),
         r"rank=65 is above what 128 tokens x 64 channels can have: 64 at most",
     ),
     "signs that fill no word": (lambda: Sketch(100), r"sketch\.m=100, .* multiples of 32, m at least 32"),
     "outlier channels without signs": (lambda: Sketch(64, outliers=4), r"outliers=4 .* both 0, or both above 0"),
     "more outlier channels than channels": (
-        lambda: Sketch(64, outliers=64, outlier_m=32).check(PageShape(64, 2, 64)),
+        lambda: Sketch(64, outliers=64, outlier_m=32).check(PageShape(64, 2, 64, "key")),
         r"sketch\.outliers=64 must be below the head dimension 64",
     ),
     "sketched before RoPE": (
@@ -100,20 +104,20 @@ REFUSED = {
     ),
     "nothing at all": (lambda: Format(64), r"a page needs a part that covers every number: set dense or sketch"),
     "hadamard of no power of two": (
-        lambda: Rotate("hadamard").check(PageShape(64, 2, 96)),
+        lambda: Rotate("hadamard").check(PageShape(64, 2, 96, "key")),
         r"needs a head dimension that is a power of two, not 96: use haar",
     ),
     "capacity below need": (lambda: Sparse(0.01, "matrix", "bundle", 0.9), r"capacity=0\.9 must lie between 1 and 8"),
     "capacity absurd": (lambda: Sparse(0.01, "matrix", "bundle", 8.5), r"capacity=8\.5 must lie between 1 and 8"),
     "blocks": (
-        lambda: Sparse(0.01, "token", "online").check(PageShape(4, 2, 96)),
+        lambda: Sparse(0.01, "token", "online").check(PageShape(4, 2, 96, "key")),
         r"a page of 4 tokens x 96 channels is not a multiple of 256 numbers",
     ),
     "negative sinks": (lambda: Window(sinks=-1), r"window\.sinks=-1 must lie between 0 and 2147483647 tokens"),
     "endless window": (lambda: Window(recent=2**31), r"window\.recent=2147483648 must lie between 0 and 2147483647"),
     "empty page": (lambda: Format(0, TOKEN), r"page of t=0 tokens: must be at least 1"),
     "other page": (lambda: Format(128, TOKEN).check(SHAPE), r"pages of 128 tokens, the shape has 64"),
-    "part does not fit": (lambda: Format(64, TOKEN).check(PageShape(64, 2, 80)), r"head dimension 80"),
+    "part does not fit": (lambda: Format(64, TOKEN).check(PageShape(64, 2, 80, "key")), r"head dimension 80"),
     "rotated values": (
         lambda: LayerFormat(Format(64, TOKEN), Format(64, TOKEN, domain="pre_rope")),
         r"value\.domain=pre_rope: values are not rotated; leave the domain out",
@@ -122,10 +126,16 @@ REFUSED = {
         lambda: LayerFormat(Format(64, TOKEN, window=Window(1)), Format(64, TOKEN)),
         r"key\.window\.sinks=1 and value\.window\.sinks=0 differ: .* set both the same",
     ),
-    "shape without heads": (lambda: PageShape(64, 0, 128), r"h_kv=0, d=128\): h_kv must be at least 1"),
-    "shape without tokens": (lambda: PageShape(0, 2, 128), r"t must be at least 1"),
-    "shape without channels": (lambda: PageShape(64, 2, -1), r"d must be at least 1"),
-    "shape beyond 32 bits": (lambda: PageShape(2**20, 16, 128), r"more than 2147483647 numbers: .* fewer tokens"),
+    "shape without heads": (
+        lambda: PageShape(64, 0, 128, "key"),
+        r"h_kv=0, d=128, side='key'\): h_kv must be at least 1",
+    ),
+    "shape without tokens": (lambda: PageShape(0, 2, 128, "key"), r"t must be at least 1"),
+    "shape without channels": (lambda: PageShape(64, 2, -1, "key"), r"d must be at least 1"),
+    "shape beyond 32 bits": (
+        lambda: PageShape(2**20, 16, 128, "key"),
+        r"more than 2147483647 numbers: .* fewer tokens",
+    ),
 }
 
 

@@ -12,9 +12,9 @@ from artifacts.geometry import ALIGN
 from tests.artifacts.samples import formats, kvquant
 
 
-@given(formats(), st.sampled_from([64, 128, 256]), st.sampled_from([1, 2, 4, 8, 32]))
-def test_fields_are_aligned_disjoint_and_inside_the_page(fmt, d, h_kv):
-    geometry = PageGeometry.of(fmt, h_kv, d)
+@given(formats(), st.sampled_from([64, 128, 256]), st.sampled_from([1, 2, 4, 8, 32]), st.sampled_from(["key", "value"]))
+def test_fields_are_aligned_disjoint_and_inside_the_page(fmt, d, h_kv, side):
+    geometry = PageGeometry.of(fmt, h_kv, d, side)
     assert geometry.head_bytes % ALIGN == geometry.record_bytes % ALIGN == 0
     ends = {"head": 0, "layer": 0}
     for placed in sorted(geometry.fields.values(), key=lambda placed: placed.offset):
@@ -30,7 +30,7 @@ def test_fields_are_aligned_disjoint_and_inside_the_page(fmt, d, h_kv):
 
 def test_kvquant_3_bits_by_hand():
     layer = kvquant(3)
-    key, value = PageGeometry.of(layer.key, h_kv=2, d=128), PageGeometry.of(layer.value, h_kv=2, d=128)
+    ((key, value),) = CacheGeometry.of([layer], h_kv=2, d=128).layers
     assert key.head_bytes == value.head_bytes == 64 * 128 * 3 // 8
     # Keys: starts of 2 heads and the end in 12 bytes, one count for each of 2 * 32 blocks, and ceil(1.5 * 1% of 16384)
     # = 246 slots of 1 and of 2 bytes, each padded to 16.
@@ -63,7 +63,7 @@ def test_cache_bytes_at_the_edges(n, pages):
     for full_bytes in (2, 4):
         buffers = (5 + 32 + 64) * 2 * 128 * full_bytes
         expected = buffers + pages * (page + 4)
-        assert PageGeometry.of(fmt, h_kv=2, d=128).cache_bytes(n, full_bytes) == expected
+        assert PageGeometry.of(fmt, 2, 128, "key").cache_bytes(n, full_bytes) == expected
         model = CacheGeometry.of([LayerFormat(fmt, fmt)] * 3, h_kv=2, d=128)
         assert model.cache_bytes(n, full_bytes) == 6 * expected
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from artifacts import LowRank, Sketch
 from artifacts.errors import FormatError
 from calib import pipeline
 from calib.__main__ import CONF
@@ -41,9 +42,10 @@ def test_defaults_are_the_main_job(settings):
 
 def test_options_reach_the_formats(settings):
     made = settings("bits=3", "outliers=0.02", "sinks=5")
-    for fmt in (made.layer_format(0).key, made.layer_format(0).value):
+    (layer,) = made.formats(1)
+    for fmt in (layer.key, layer.value):
         assert (fmt.dense.bits, fmt.sparse.fraction, fmt.window.sinks) == (3, 0.02, 5)
-    assert settings("outliers=0").layer_format(0).key.sparse is None
+    assert settings("outliers=0").formats(1)[0].key.sparse is None
 
 
 def test_naming_a_path_makes_it_the_source(settings):
@@ -58,9 +60,41 @@ def test_settings_of_single_layers(settings):
     bits = [(f.key.dense.bits, f.value.dense.bits) for f in made.formats(4)]
     assert bits == [(3, 3), (8, 3), (3, 2), (3, 3)]
     assert [f.value.sparse is None for f in made.formats(4)] == [False, False, True, False]
-    assert made.layer_format(None) == made.layer_format(0)
     with pytest.raises(FormatError, match=r"method\.layers\.2: the model has layers 0 to 1"):
         made.formats(2)
+
+
+def test_settings_of_ranges_and_halves(settings):
+    """Halves first, then ranges, then single layers, whatever the order in the file."""
+    made = settings(
+        "method=qjl",
+        "++method.layers={3: {key: {sketch: {m: 32}}}, 2-4: {key: {sketch: {m: 64}}}, first_half: {key: {t: 64}},"
+        " second_half: {key: {sketch: {m: 96, outlier_m: 32}}}}",
+    )
+    keys = [layer.key for layer in made.formats(7)]
+    assert [key.sketch.m for key in keys] == [256, 256, 64, 32, 64, 96, 96]
+    assert [key.sketch.outlier_m for key in keys] == [128, 128, 128, 32, 32, 32, 32]
+    assert [key.t for key in keys] == [64, 64, 64, 128, 128, 128, 128]
+    with pytest.raises(FormatError, match=r"method\.layers\.2-4: the model has layers 0 to 3"):
+        made.formats(4)
+
+
+def test_the_setting_of_qjls_authors(settings):
+    """32 layers: 512 signs, 256 for the outlier channels, in the first 16, then 256 and 128; 8 channels throughout."""
+    sketches = [layer.key.sketch for layer in settings("experiment=methods/qjl-paper").formats(32)]
+    assert sketches == [Sketch(512, "orthogonal", 8, 256)] * 16 + [Sketch(256, "orthogonal", 8, 128)] * 16
+
+
+def test_numbers_left_to_calibration(settings):
+    """Rules reach the fits beside stand-ins; a layer may have a number of its own; the card keeps what was asked."""
+    made = settings("experiment=methods/gear-spectrum", "++method.layers={1: {key: {lowrank: {rank: 3}}}}")
+    first, second = made.recipes(2)
+    assert first.formats.key.lowrank == first.formats.value.lowrank == LowRank(4, 2)
+    assert first.key == first.value == {"lowrank.rank": 4.0, "lowrank.block_rank": 2.0}
+    assert (second.formats.key.lowrank, second.key) == (LowRank(3, 2), {"lowrank.block_rank": 2.0})
+    assert made.resolved["method"]["key"]["lowrank"]["rank"] == {"mean": 4}
+    fixed = settings("experiment=methods/gear-spectrum", "++method.key.lowrank={rank: 6, block_rank: 2}").recipes(1)[0]
+    assert (fixed.formats.key.lowrank, fixed.key) == (LowRank(6, 2), {})
 
 
 BAD = {
@@ -97,7 +131,11 @@ BAD = {
     "method.bins=100": "method.bins=100: at least 256",
     "method.layers.5.key.dense.bits=2": "method.layers.5: the model has layers 0 to 4",
     "method.layers.0.key.dense.bits=5": "method.layers.0.key.dense: bits=5 is not supported",
-    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0",
+    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0, ranges such as 0-3, or first_half or sec",
+    "method.layers={3-1:{key:{t:64}}}": "method.layers.3-1: layers are numbers from 0, ranges",
+    "method.layers={0-x:{key:{t:64}}}": "method.layers.0-x: layers are numbers from 0, ranges",
+    "method.layers={3-5:{key:{t:32}}}": "method.layers.3-5: the model has layers 0 to 4",
+    "method.layers.second_half.key.dense.bits=5": "method.layers.second_half.key.dense: bits=5 is not supported",
     "method.layers.0.keys.t=64": "method.layers.0: keys is not a side: known are key, value",
     "method.layers.0=7": "method.layers.0: 7 is not a side",
     "method.layers=7": "method.layers=7 must be a table of layers",
@@ -105,7 +143,33 @@ BAD = {
     "method.key.t=0": "method.key: page of t=0 tokens",
     "method.key.t=128.5": "method.key.t=128.5 must be of type int",
     "method.key.dense.axis=row": "method.key.dense.axis='row': allowed are channel, token",
-    "method.value.dense.group=48": "method.value: .*group=48 does not divide the head dimension 64",
+    "method.value.dense.group=48": "method.value: .*group=48 does not divide the head dimension 64: set a divisor of",
+    "method=kivi method.key.dense.group=48": (
+        "method.key: dense.group=48 does not divide the page of 128 tokens: set a divisor of 128, such as 16"
+    ),
+    "method=kivi method.key.window.recent=100": (
+        "method.key.window.recent=100 is not a multiple of dense.group=32: groups .* whole, set 96 or 128"
+    ),
+    "method=gear method.key.lowrank.rank=65": (
+        "method.key: lowrank.rank=65 is above what 64 tokens x 64 channels can have: 64 at most"
+    ),
+    "method=gear method.layers.4.value.lowrank.rank=65": "method.value: lowrank.rank=65 is above what",
+    "method=gear method.key.lowrank.block_rank=5": "lowrank.rank=4, lowrank.block_rank=5: .* block_rank at most rank",
+    "method=gear method.key.lowrank.rank=0": "lowrank.rank=0, .*at least 1",
+    "method=gear method.key.lowrank.rank={mean:0}": (
+        "method.key.lowrank.rank={'mean': 0}: a number is allowed, or {mean: X} with X above 0"
+    ),
+    "method=gear method.key.dense.bits={mean:2}": "method.key.dense.bits={'mean': 2} must be of type int",
+    "method=qjl method.key.sketch.m=100": "sketch.m=100, sketch.outlier_m=128: multiples of 32, m at least 32",
+    "method=qjl method.key.sketch.outlier_m=48": "sketch.outlier_m=48: multiples of 32",
+    "method=qjl method.key.sketch.outliers=64": "method.key: sketch.outliers=64 must be below the head dimension 64",
+    "method=qjl method.key.sketch.outliers={share:1.5}": (
+        "outliers={'share': 1.5}: a number is allowed, or {share: X} with X between 0 and 1"
+    ),
+    "method=qjl method.layers.0.value.sketch.m=64": "value.sketch: a sketch estimates products with the query",
+    "method=qjl method.key.domain=pre_rope": "sketch with domain=pre_rope: .*; set domain=post_rope",
+    "method.key.rotate.kind=haar": "rotate with domain=pre_rope: .* does not commute with RoPE.*; set domain=post_rope",
+    "method.key.center={}": "center with domain=pre_rope: .*; set domain=post_rope, or leave center out",
     "method.value.dense.grop=32": "method.value.dense.grop is not a setting: known ones are bits, axis, group",
     "method.key.dense.scales=online": "method.key.dense: .* needs a group of tokens",
     "method.value.dense.scales=bundle": "method.value.dense: .*scales=bundle needs axis=channel",
@@ -130,7 +194,7 @@ def test_what_cannot_work_is_refused_in_one_line(calib, monkeypatch, tmp_path, a
     monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
     (tmp_path / "README.md").write_text("not a bundle")
     monkeypatch.chdir(tmp_path)
-    done = calib(argument)
+    done = calib(*argument.split())
     assert done.code == 2
     (line,) = done.err.splitlines()
     assert line.startswith("error: ")

@@ -216,5 +216,51 @@ def test_a_broken_model_is_named(calib, local, tiny_model, tokenizer, text_file,
         assert message in done.err.splitlines()[-1]
 
 
+def test_tuning_free_formats_are_given_no_text(calib, local, saved_model, tmp_path, monkeypatch):
+    """Generating it would take longer than all the rest. The card says so."""
+    monkeypatch.setattr(pipeline, "calibration_tokens", lambda *args: pytest.fail("text was made"))
+    out = tmp_path / "bundle"
+    done = calib(*local, "method=kivi", "method.key.t=32", "eval=none", f"out={out}")
+    assert done.code == 0, done.err
+    found = load(out).calibration["data"]
+    assert (found["source"], found["samples"], found["seqlen"]) == ("none needed", 0, 80)
+
+
+GROUPS = ("method.key.t=32", "method.value.t=32", "method.key.dense.group=32", "method.value.dense.group=32")
+
+
+def test_ranks_are_chosen_written_decoded_and_evaluated(calib, local, text_file, tmp_path):
+    """From the command to the cache: every layer its ranks, so many on average, and both modes of evaluation agree."""
+    out = tmp_path / "bundle"
+    texts = (f"data.path={text_file}", f"eval.path={text_file}")
+    done = calib(*local, *texts, "experiment=methods/gear-spectrum", *GROUPS, f"out={out}")
+    assert done.code == 0, done.err
+    bundle = load(out)
+    for side in ("key", "value"):
+        parts = [getattr(layer, side).lowrank for layer in bundle.layers]
+        assert sum(part.rank for part in parts if part) == 8
+    assert bundle.layers[0] != bundle.layers[1]
+    assert bundle.calibration["settings"]["method"]["key"]["lowrank"] == {
+        "rank": {"mean": 4},
+        "block_rank": {"mean": 2},
+    }
+    check = bundle.evaluation["cache_check"]
+    assert check["loss_cache"] == pytest.approx(check["loss_simulated"], abs=1e-3)
+    assert bundle.evaluation["bits"] == bundle.geometry.bits(80)
+
+
+def test_outlier_channels_are_chosen_written_and_evaluated(calib, local, text_file, tmp_path):
+    out = tmp_path / "bundle"
+    texts = (f"data.path={text_file}", f"eval.path={text_file}")
+    done = calib(*local, *texts, "experiment=methods/qjl-share", "method.key.t=32", "method.value.t=32", f"out={out}")
+    assert done.code == 0, done.err
+    bundle = load(out)
+    for layer, formats in enumerate(bundle.layers):
+        counts = bundle.side_tensors(layer, "key")["outlier_mask"].sum(1)
+        assert formats.key.sketch.outliers == counts.max() > 0
+    check = bundle.evaluation["cache_check"]
+    assert check["loss_cache"] == pytest.approx(check["loss_simulated"], abs=1e-3)
+
+
 def test_bars_are_optional():
     track(None, "nothing", 3)()

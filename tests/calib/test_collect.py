@@ -17,7 +17,7 @@ METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF / "experiment").with_suffix("")) for path in (CONF / "experiment").rglob("*.yaml")
 )
-H, D, LAYERS = 2, 32, 2
+H, D, LAYERS = 2, 64, 2
 QUICK = ("method.bins=512", "seqlen=140", "eval.tokens=140", "sinks=1")
 
 
@@ -44,7 +44,11 @@ class FakeTap:
             yield Activations(layer, *numbers, *found)
 
     def collect(self, settings):
-        return collect(self, self.ids, settings.formats(LAYERS), settings.config.method, H, D)
+        return self.calibrate(settings)[1]
+
+    def calibrate(self, settings):
+        """Formats and tensors."""
+        return collect(self, self.ids, settings.recipes(LAYERS), settings.config.method, H, D)
 
 
 def assert_same(one, other, relative=0.0):
@@ -73,7 +77,7 @@ def test_passes_and_which_of_them_pay_for_gradients(settings, tiny_model, monkey
     monkeypatch.setattr(Tap, "run", lambda self, ids, gradients: seen.append(gradients) or real(self, ids, gradients))
     made = settings(*QUICK, *overrides)
     ids = torch.randint(0, 260, (2, 140), generator=torch.Generator().manual_seed(0))
-    collect(Tap(tiny_model("llama", torch.float32)), ids, made.formats(LAYERS), made.config.method, H, D)
+    collect(Tap(tiny_model("llama", torch.float32)), ids, made.recipes(LAYERS), made.config.method, H, D)
     assert seen == [gradients for gradients in passes for _ in ids]
 
 
@@ -87,11 +91,11 @@ def test_passes_and_which_of_them_pay_for_gradients(settings, tiny_model, monkey
 )
 def test_every_declared_tensor_is_found(settings, overrides):
     made = settings(*overrides, *QUICK[:-1])
-    tensors = FakeTap(samples=2).collect(made)
+    chosen, tensors = FakeTap(samples=2).calibrate(made)
     expected = {}
-    for layer, formats in enumerate(made.formats(LAYERS)):
+    for layer, formats in enumerate(chosen):
         for side, fmt in (("key", formats.key), ("value", formats.value)):
-            specs = fmt.bundle_tensors(PageShape(fmt.t, H, D))
+            specs = fmt.bundle_tensors(PageShape(fmt.t, H, D, side))
             expected |= {f"layers.{layer}.{side}.{name}": (spec.dtype, spec.shape) for name, spec in specs.items()}
     assert {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()} == expected
     assert all(torch.isfinite(t).all() for t in tensors.values())

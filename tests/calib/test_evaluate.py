@@ -317,7 +317,7 @@ def test_packed_tokens(sinks, n):
     """Whole pages behind the sinks are replaced, with `tail` everything behind them; tokens of such a format are
     independent, so a shorter text holds the same numbers."""
     fmt = Format(64, Dense(4, "token"), None, Window(sinks))
-    codec = Codec(PageGeometry(fmt, PageShape(64, H, D)), {})
+    codec = Codec(PageGeometry(fmt, PageShape(64, H, D, "key")), {})
     x = torch.randn(2, H, 200, D, generator=torch.Generator().manual_seed(0))
     part = x[:, :, :n]
     full = packed(x, fmt, codec, None, tail=True)

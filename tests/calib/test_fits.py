@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from artifacts import Dense, Sparse
 from artifacts.errors import SignpostError
-from calib.fits.dense import RangeFit, SignpostFit
+from calib.fits.dense import RangeFit, SignpostFit, q_norm
 from calib.fits.sparse import ThresholdFit
 from calib.signposts import WeightedHistogram, fit_signposts, quantization_cost
 from calib.statistics import Extremes
@@ -232,6 +232,56 @@ def test_signposts_without_any_weight_are_refused():
     fit.observe(torch.ones(1, T, H, D), None, None)
     with pytest.raises(SignpostError, match=r"method\.weights=none"):
         fit.result()
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("kind", ["none", "fisher_scaled"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_q_norm_gives_decoded_numbers_the_moments_of_the_data(axis, kind, bits):
+    """Codes as before; mean and standard deviation over all normalized numbers that are no outliers, each counting once
+    whatever its weight. A number may be taken for a neighbour of its code where an edge lies in its bin: both moments
+    move by that share of the numbers times a gap (of values, and of their squares)."""
+    x = pages(12)
+    gradient = gradients_like(x)
+    outliers = torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.05
+    tables = {}
+    if axis == "channel":
+        ranges = RangeFit()
+        ranges.observe(x, outliers, None)
+        tables = ranges.result()
+
+    def fitted(codebook):
+        part = Dense(bits, axis, 0, codebook, "bundle" if axis == "channel" else "online")
+        fit = SignpostFit(part, kind, 4096, tables, "layers.1.key")
+        for i in range(0, 12, 5):
+            fit.observe(x[i : i + 5], outliers[i : i + 5], gradient[i : i + 5])
+        return {name: table.double().numpy() for name, table in fit.result().items()}
+
+    before, after = fitted("nuq")["signposts"], fitted("nuq-qnorm")
+    np.testing.assert_allclose(after["edges"], (before[1:] + before[:-1]) / 2, atol=2**-23)
+    channels = [tables[name].double().numpy() if tables else None for name in ("scale", "zero")]
+    numbers, _ = weighted_numbers(x.double().numpy(), gradient.double().numpy(), outliers.numpy(), *channels, "none")
+    near = (np.abs(numbers[:, None] - after["edges"]) < 2 / 4096).any(1).mean() + 2**-11
+    decoded = after["signposts"][np.searchsorted(after["edges"], numbers)]
+    gap = np.diff(after["signposts"]).max()
+    assert abs(decoded.mean() - numbers.mean()) <= near * gap
+    assert abs((decoded**2).mean() - (numbers**2).mean()) <= near * 2 * gap * np.abs(after["signposts"]).max()
+    plain = before[np.searchsorted(after["edges"], numbers)]
+    assert abs(plain.std() - numbers.std()) > 3 * abs(decoded.std() - numbers.std()), "otherwise this shows nothing"
+
+
+def test_q_norm_by_hand():
+    """Two codes, each for half of the numbers: they come to stand one standard deviation on either side of the mean."""
+    numbers = np.array([-1.0, -1.0, 0.5, 1.0])
+    counts = WeightedHistogram.of(numbers, np.ones(4), 256)
+    found = q_norm(np.array([-1.0, 0.8]), np.array([-0.1]), counts)
+    deviation = numbers.std()
+    assert found == pytest.approx([numbers.mean() - deviation, numbers.mean() + deviation])
+
+
+def test_q_norm_of_a_single_code_moves_and_does_not_stretch():
+    counts = WeightedHistogram.of(np.array([0.5, 0.7]), np.ones(2), 256)
+    assert q_norm(np.array([-1.0, 0.5]), np.array([-0.2]), counts) == pytest.approx([-0.9, 0.6])
 
 
 def test_only_weighted_signposts_ask_for_gradients():

@@ -1,65 +1,146 @@
-"""Every recipe of conf/method: its cache allocates what the geometry says, and both attention paths agree on it."""
+"""Every recipe of conf/method, and combinations that nobody has published, over widths, head dimensions and GQA ratios.
 
-import numpy as np
+The full product where it is cheap: geometry, JSON, bits and bytes; encoding and decoding for every width and head
+dimension; attention where every pair of recipe, width, head dimension and ratio stands together at least once.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from artifacts import Bundle, LayerFormat, ModelFingerprint, PageShape, Rope
+from artifacts import Format, LayerFormat, PageGeometry, Rope
+from artifacts.format import from_json, to_json
 from calib.__main__ import CONF
 from calib.config import Settings, register
 from runtime import KVCache
+from runtime import cache as runtime_cache
+from runtime.codec import Codec, PagePool
+from tests.attending import expected, filled, step
+from tests.formats import Case, all_pairs, cache_numbers, random_tensors
 
-RECIPES = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
-H_Q, H_KV, D = 4, 2, 64
+RECIPES = {path.stem: [f"method={path.stem}"] for path in sorted((CONF / "method").glob("*.yaml"))} | {
+    "gear-on-nuq": [
+        "method=kvquant",
+        "++method.key.lowrank={rank: 4, block_rank: 2}",
+        "++method.value.lowrank={rank: 4, block_rank: 2}",
+    ],
+    "gear-kcvt": ["method=gear", "method.value.dense.group=0"],
+    "qjl-keys-nuq-values": [
+        "method=qjl",
+        "method.weights=none",
+        "++method.value.dense={bits: ${bits}, axis: token, group: 0, codebook: nuq}",
+    ],
+    "rotated-nuq": ["method=turboquant-mse", "++method.key.dense.codebook=nuq", "++method.value.dense.codebook=nuq"],
+    "nuq-qnorm": ["experiment=methods/nuq2-1-qnorm"],
+    "gear-on-a-sketch": ["method=qjl", "++method.key.lowrank={rank: 2, block_rank: 1}"],
+    "centred-turboquant": ["method=turboquant-prod", "++method.key.center={}", "++method.value.center={}"],
+}
+AXES = {
+    "recipe": list(RECIPES),
+    "bits": [1, 2, 3, 4, 8],
+    "d": [64, 128, 256],
+    "g": [1, 2, 4, 7, 8],  # query heads per kv head
+}
+HEADS = {1: 4, 2: 2, 4: 2, 7: 1, 8: 1}  # kv heads beside each ratio
+NAMES = pytest.mark.parametrize("recipe", RECIPES)
+BITS = pytest.mark.parametrize("bits", AXES["bits"])
 PROMPT, MORE = 300, 140
 
 
-def bundle(layer: LayerFormat) -> Bundle:
-    """Plain tensors for one layer: whole ranges, even signposts, orthogonal matrices."""
-    rng = np.random.default_rng(0)
-    plain = {
-        "scale": lambda shape: np.full(shape, 3),
-        "zero": lambda shape: np.zeros(shape),
-        "lower": lambda shape: np.full(shape, -3),
-        "upper": lambda shape: np.full(shape, 3),
-        "signposts": lambda shape: np.linspace(-1, 1, *shape),
-        "rotation": lambda shape: np.linalg.qr(rng.normal(size=shape))[0],
-        "sketch": lambda shape: rng.normal(size=shape),
-        "outlier_sketch": lambda shape: rng.normal(size=shape),
-        "outlier_mask": lambda shape: np.arange(shape[1])[None].repeat(shape[0], 0) < 4,
-    }
-    tensors = {"rope.inv_freq": (10000.0 ** -(np.arange(0, D, 2) / D)).astype(np.float32)}
-    for side, fmt in (("key", layer.key), ("value", layer.value)):
-        for name, spec in fmt.bundle_tensors(PageShape(fmt.t, H_KV, D)).items():
-            tensors[f"layers.0.{side}.{name}"] = plain[name](spec.shape).astype(spec.dtype)
-    model = ModelFingerprint("m", "M", 1, H_Q, H_KV, D, Rope(D, "half", 1.0, "default"), "0", "0")
-    return Bundle("recipe", model, (layer,), tensors)
-
-
-def numbers(m: int, seed: int) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(1, h, m, D, generator=g) for h in (H_Q, H_KV, H_KV))
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bytes_and_paths(recipe: str, bits: int) -> None:
+@cache
+def layer_of(recipe: str, bits: int) -> LayerFormat:
+    """Formats of the recipe. A width that it fixes for itself (QJL's values, say) stays."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        settings = Settings.of(compose("config", [f"method={recipe}", f"bits={bits}"]))
-    made = bundle(settings.layer_format(0))
-    kv = KVCache(made, 1, max_tokens=PROMPT + MORE, prompt=PROMPT)
-    expected = made.geometry.cache_bytes(PROMPT + MORE, 4, PROMPT)
-    assert kv.nbytes == expected
-    layer = kv.layers[0]
-    layer.attend(*numbers(PROMPT, 0), torch.arange(PROMPT)[None], None, D**-0.5)
-    for i in range(MORE):
-        layer.attend(*numbers(1, 1 + i), torch.tensor([[PROMPT + i]]), None, D**-0.5)
-    assert kv.nbytes == expected
-    shared = sum(side.bundle_bytes for side in made.geometry.layers[0])
-    assert kv.bits == 8 * (expected + shared) / (2 * (PROMPT + MORE) * H_KV * D)
-    q, k, v = (x[0] for x in numbers(1, 999))
-    dense, fused = layer._attend_dense(0, q, k, v, D**-0.5), layer._attend_one(0, q, k, v, D**-0.5)
-    # Both sum n d float32 products; a relative 2^-24 each, and scores of a few units: far below 1e-4 of the output.
-    assert (dense - fused).abs().max() <= 1e-4 * dense.abs().max()
+        return Settings.of(compose("config", [*RECIPES[recipe], f"bits={bits}"])).formats(1)[0]
+
+
+def case_of(recipe: str, bits: int, d: int, g: int) -> Case:
+    layer = layer_of(recipe, bits)
+    return Case(recipe, layer.key, layer.value, HEADS[g] * g, HEADS[g], d, Rope(d, "half", 1.0, "default"))
+
+
+@BITS
+@NAMES
+def test_bits_and_bytes(recipe: str, bits: int) -> None:
+    """What the geometry says is what a cache allocates, to the byte; bits of a bundle are page bytes * 8 / numbers."""
+    layer = layer_of(recipe, bits)
+    assert from_json(LayerFormat, json.loads(json.dumps(to_json(layer))), "layer") == layer
+    for d in AXES["d"]:
+        for g, h_kv in HEADS.items():
+            bundle = case_of(recipe, bits, d, g).bundle()
+            kv = KVCache(bundle, 1, PROMPT + MORE, prompt=PROMPT)
+            assert kv.nbytes == bundle.geometry.cache_bytes(PROMPT + MORE, 4, PROMPT)
+            for side, geometry in zip((kv.layers[0].key, kv.layers[0].value), bundle.geometry.layers[0], strict=True):
+                pages, segments = side.pool.capacity, side.pool.segments.shape[0]
+                assert pages == geometry.format.window.pages(PROMPT + MORE, geometry.format.t)
+                assert side.pool.nbytes == pages * geometry.page_bytes + segments * h_kv * geometry.segment_bytes
+                assert geometry.bits == 8 * geometry.page_bytes / (geometry.format.t * h_kv * d)
+                assert geometry.bits >= (geometry.format.dense.bits if geometry.format.dense else 1)
+
+
+@pytest.mark.parametrize("d", AXES["d"])
+@BITS
+@NAMES
+def test_pages_decode_to_what_encoding_said(recipe: str, bits: int, d: int) -> None:
+    """Out of a pool of poison, of which not one other byte changes; better than nothing; sizes as declared."""
+    for side, fmt in case_of(recipe, bits, d, 1).sides():
+        codec = Codec(PageGeometry.of(fmt, 2, d, side), random_tensors(fmt, 2, d, 0))
+        x = torch.from_numpy(cache_numbers((2, fmt.t, 2, d), 1))
+        fields, approximation = codec.encode(x, 2)
+        for placed in codec.geometry.fields.values():
+            assert tuple(fields[placed.field.name].shape[-len(placed.field.shape) :]) == placed.field.shape
+        pool, ids = PagePool(codec.geometry, 4, segments=3), torch.tensor([2, 0])
+        for store in (pool.heads, pool.records, pool.segments):
+            store.fill_(0xFF)
+        pool.write(ids, fields, torch.tensor([1]))
+        assert torch.equal(codec.decode(pool.read(ids)), approximation)
+        for store, others in ((pool.heads, [1, 3]), (pool.records, [1, 3]), (pool.segments, [0, 2])):
+            assert not store.shape[0] or (store[others] == 0xFF).all()
+
+
+ROWS = all_pairs(AXES)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["{recipe}-{bits}bit-d{d}-g{g}".format(**row) for row in ROWS])
+def test_attention(row: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page kernels and decoding to dense against float64, behind a prompt and decoded tokens that fill a page."""
+    case = case_of(**row)
+    kv = filled(case, [PROMPT])
+    for done in range(0, MORE, 4):
+        q, k, v, positions = step(case, kv.lengths, 4, 100 + done)
+        kv.layers[0]._append(0, k[0], v[0], positions[0])
+    assert kv.layers[0].key.used[0] > case.key.window.pages(PROMPT, case.key.t)
+    q, k, v, positions = step(case, kv.lengths, 1, 20)
+    exact, bound = expected(case, kv, 0, q[0], k[0], v[0])
+    for fused in (runtime_cache.FUSED_QUERIES, 0):
+        monkeypatch.setattr(runtime_cache, "FUSED_QUERIES", fused)
+        out = kv.layers[0]._attend_one(0, q[0], k[0], v[0], case.d**-0.5).double().numpy()
+        assert (abs(out - exact) <= bound).all(), f"fused={fused}: {(abs(out - exact) / bound).max():.2f} of the bound"
+
+
+def test_every_pair_of_the_axes_stands_in_a_row() -> None:
+    for one in AXES:
+        for other in AXES:
+            assert {(row[one], row[other]) for row in ROWS} == {
+                (a, b) for a in AXES[one] for b in AXES[other] if one != other or a == b
+            }
+
+
+@pytest.mark.parametrize("d", AXES["d"])
+@BITS
+@pytest.mark.parametrize("codebook", ["uniform", "nf", "nuq"])
+def test_pages_that_are_exact_encode_to_themselves(codebook: str, bits: int, d: int) -> None:
+    """Codes with the bundle's scales, with its outliers: decoded pages take the same codes and the same outliers, and a
+    correction of float16 that was added to a code's value comes out of the sum again."""
+    key = layer_of("kvquant", bits).key
+    fmt: Format = replace(key, dense=replace(key.dense, codebook=codebook))
+    codec = Codec(PageGeometry.of(fmt, 2, d, "key"), random_tensors(fmt, 2, d, 0))
+    fields, once = codec.encode(torch.from_numpy(cache_numbers((2, fmt.t, 2, d), 1)))
+    again, twice = codec.encode(once)
+    assert torch.equal(again["codes"], fields["codes"])
+    assert torch.equal(twice, once)

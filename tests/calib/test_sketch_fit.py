@@ -20,6 +20,7 @@ from artifacts import (
     load,
 )
 from artifacts.errors import FormatError
+from calib.choices import LayerRecipe
 from calib.collect import collect
 from calib.config import MethodConfig
 from calib.fits import Side, sketch
@@ -74,7 +75,7 @@ def test_gaussian_rows():
 
 
 def side_of(fmt, name="layers.0.key", seed=0):
-    return Side(name, fmt, PageShape(fmt.t, H, D), 4 * fmt.t, MethodConfig("test", seed=seed), {})
+    return Side(name, fmt, PageShape(fmt.t, H, D, "key"), 4 * fmt.t, MethodConfig("test", seed=seed), {})
 
 
 @pytest.mark.parametrize("rows", ["orthogonal", "gaussian"])
@@ -149,7 +150,7 @@ class FakeTap:
 
 def collected(key, x, value=VALUE):
     ids = torch.arange(x.shape[0])[:, None].expand(-1, x.shape[1])
-    return collect(FakeTap(x), ids, (LayerFormat(key, value),), MethodConfig("test"), H, D)
+    return collect(FakeTap(x), ids, [LayerRecipe(LayerFormat(key, value))], MethodConfig("test"), H, D)[1]
 
 
 FORMATS = {

@@ -30,7 +30,7 @@ def generator(seed):
 
 
 def side_of(fmt, name="layers.0.key", seed=0, d=D):
-    return Side(name, fmt, PageShape(fmt.t, H, d), 4 * fmt.t, MethodConfig("test", seed=seed), {})
+    return Side(name, fmt, PageShape(fmt.t, H, d, "key"), 4 * fmt.t, MethodConfig("test", seed=seed), {})
 
 
 @given(st.lists(st.integers(1, 7), max_size=4), st.integers(0, 10_000))

@@ -1,5 +1,7 @@
 """Oracles of dense quantization in float64, vector by vector, as the papers write it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +30,6 @@ def vectors(t: int, h_kv: int, d: int, axis: str, group: int) -> NDArray[np.int6
     token, head, channel = np.meshgrid(range(t), range(h_kv), range(d), indexing="ij")
     if axis == "head":
         return token * h_kv + head
-    if axis == "head":
-        return token * h_kv + head
     if axis == "token":
         return token if group == 0 else (token * h_kv + head) * (d // group) + channel // group
     return (token // (group or t) * h_kv + head) * d + channel
@@ -51,3 +51,10 @@ def norm(x: Array, of: NDArray[np.int64], outliers: NDArray[np.bool_]) -> Array:
     """TurboQuant, section 3.1: the Euclidean norm of each vector of a page, for each number; outliers left out."""
     squares = np.where(outliers, 0.0, x.astype(np.float64) ** 2)
     return np.sqrt(np.bincount(of.reshape(-1), squares.reshape(-1)))[of]
+
+
+def limits(values: Array, tables: Mapping[str, Array]) -> Array:
+    """Between which normalized numbers `[k + 1]` a code stands, from -inf to inf: half way between the values, or where
+    Q-Norm has moved these, at the edges that the bundle has kept."""
+    between = tables["edges"].astype(np.float64) if "edges" in tables else (values[:-1] + values[1:]) / 2
+    return np.concatenate([[-np.inf], between, [np.inf]])

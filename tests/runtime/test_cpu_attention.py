@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts import PageGeometry
-from runtime import KVCache, cache, cpu
+from artifacts import Dense, Format, PageGeometry
+from artifacts.codes import BITS
+from runtime import cache, cpu
 from runtime.codec import Codec, PagePool
 from runtime.cpu import PageReader
 from runtime.rope import Rotation
-from tests.formats import CASES, SIDES, Case, bare, cache_numbers, kivi, kvquant, random_tensors
-from tests.oracles.attention import U, attention, float32_bound
-from tests.oracles.rope import rotate
+from tests.attending import expected, filled, step
+from tests.formats import CASES, DENSE_SIDES, Case, cache_numbers, kivi, kvquant, plain, random_tensors
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
@@ -34,11 +34,11 @@ def written_pool(codec, p=3):
     return pool, numbers.flatten(0, 1).transpose(0, 1).contiguous(), ids.int()  # numbers [h_kv, p * t, d]
 
 
-@pytest.mark.parametrize("name, fmt, h_kv, d", SIDES, ids=[side[0] for side in SIDES])
-def test_kernels_see_the_codecs_numbers(name, fmt, h_kv, d):
+@pytest.mark.parametrize("name, fmt, h_kv, d, side", DENSE_SIDES, ids=[side[0] for side in DENSE_SIDES])
+def test_kernels_see_the_codecs_numbers(name, fmt, h_kv, d, side):
     """Queries and weights of one 1 and zeros else pick single numbers, which no arithmetic rounds."""
-    fmt = bare(fmt)
-    codec = Codec(PageGeometry.of(fmt, h_kv, d), random_tensors(fmt, h_kv, d, 0))
+    fmt = plain(fmt)
+    codec = Codec(PageGeometry.of(fmt, h_kv, d, side), random_tensors(fmt, h_kv, d, 0))
     pool, numbers, ids = written_pool(codec)
     reader = PageReader.of(pool, codec.tables)
     units = torch.eye(d).expand(h_kv, d, d)
@@ -47,85 +47,27 @@ def test_kernels_see_the_codecs_numbers(name, fmt, h_kv, d):
     assert torch.equal(reader.weighted_sum(picked, ids), numbers[:, :: fmt.t // 4])
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("d", [32, 96])
+def test_heads_whose_lanes_share_words(d, bits, side):
+    test_kernels_see_the_codecs_numbers("", Format(48, Dense(bits, "channel", 16)), 2, d, side)
+    test_kernels_see_the_codecs_numbers("", Format(48, Dense(bits, "token", 32)), 2, d, side)
+
+
 PRE_ROPE = [case for case in CASES if case.key.domain == "pre_rope"]
 
 
 @pytest.mark.parametrize("case", PRE_ROPE, ids=[case.name for case in PRE_ROPE])
 def test_kernels_rotate_as_the_codec_path(case):
-    fmt, position = case.key, 3
-    codec = Codec(PageGeometry.of(fmt, case.h_kv, case.d), random_tensors(fmt, case.h_kv, case.d, 0))
+    fmt, position = plain(case.key), 3
+    codec = Codec(PageGeometry.of(fmt, case.h_kv, case.d, "key"), random_tensors(fmt, case.h_kv, case.d, 0))
     pool, numbers, ids = written_pool(codec)
     rotation = Rotation(case.rope, case.bundle().tensors["rope.inv_freq"])
     units = torch.eye(case.d).expand(case.h_kv, -1, -1)
     expected = rotation.rotate(numbers, torch.arange(position, position + 3 * fmt.t))
     scores = PageReader.of(pool, codec.tables).scores(units, ids, rotation, position)
     assert torch.equal(scores, expected.transpose(1, 2))
-
-
-def step(case, lengths, m, seed):
-    """Queries, keys and values of m tokens behind sequences of these lengths, as `LayerCache.attend` takes them."""
-    b = len(lengths)
-    q = torch.randn(b, case.h_q, m, case.d, generator=torch.Generator().manual_seed(seed)) * 2
-    k, v = (torch.from_numpy(cache_numbers((b, m, case.h_kv, case.d), seed + i)).transpose(1, 2) for i in (1, 2))
-    positions = start(b) + torch.tensor(lengths)[:, None] + torch.arange(m)
-    return q, k, v, positions
-
-
-def start(b):
-    """Positions of the sequences' first tokens: not zero, as where padding was counted."""
-    return 5 + 3 * torch.arange(b)[:, None]
-
-
-def filled(case, lengths):
-    """A cache whose sequences have these lengths, filled by one left-padded prompt."""
-    kv, longest = KVCache(case.bundle(), len(lengths)), max(lengths)
-    valid = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    q, k, v, _ = step(case, [0] * len(lengths), longest, 10)
-    positions = start(len(lengths)) + valid.long().cumsum(-1) - 1
-    kv.layers[0].attend(q, k, v, positions, valid, case.d**-0.5)
-    assert kv.lengths == lengths
-    return kv
-
-
-def transform_error(side, numbers, n):
-    """How far decoded numbers [tokens, h_kv, d] may be off because they are mean + y P^T, with y in pages.
-
-    Once by (d + 2) U of the absolute terms where they are decoded, once more where the kernels transform the query or
-    the output instead; and n U where n of them were added up before.
-    """
-    fmt, d = side.format, numbers.shape[-1]
-    if fmt == bare(fmt):
-        return np.zeros_like(numbers)
-    mean, rotation = (
-        side.codec.tables.get(name, default).double().numpy()
-        for name, default in (("mean", torch.zeros(1)), ("rotation", torch.eye(d)))
-    )
-    terms = np.abs((numbers - mean) @ rotation) @ np.abs(rotation.T) + np.abs(mean)
-    return (2 * (d + 2) + n) * U * terms
-
-
-def expected(case, kv, i, q, k, v):
-    """Attention in float64 over what sequence i holds and the new tokens, and how far float32 may be from it."""
-    layer, n = kv.layers[0], kv.lengths[i]
-    (sinks, newest), packed = layer.key.exact(i, n), layer.key.dense(i).double().numpy()
-    uncertain = transform_error(layer.key, packed, 1)
-    if case.key.domain == "pre_rope":
-        first = int(start(i + 1)[i]) + case.key.window.sinks
-        positions = np.arange(first, first + packed.shape[0])[:, None]
-        for a, b in case.rope.pairs():  # test_rotation.py derives the 5
-            pair = np.abs(packed[..., a]) + np.abs(packed[..., b])
-            uncertain[..., a] = uncertain[..., b] = 5 * U * case.rope.scaling * pair
-        inv_freq = kv.bundle.tensors["rope.inv_freq"]
-        packed = rotate(packed, positions, inv_freq, case.rope.layout, case.rope.scaling)
-    keys = np.concatenate([sinks, packed, newest, k.transpose(0, 1)]).transpose(1, 0, 2)
-    key_error = np.concatenate([0 * sinks, uncertain, 0 * newest, 0 * k.transpose(0, 1)]).transpose(1, 0, 2)
-    (sinks, newest), packed = layer.value.exact(i, n), layer.value.dense(i).double().numpy()
-    uncertain = transform_error(layer.value, packed, n)
-    values = np.concatenate([sinks, packed, newest, v.transpose(0, 1)]).transpose(1, 0, 2)
-    value_error = np.concatenate([0 * sinks, uncertain, 0 * newest, 0 * v.transpose(0, 1)]).transpose(1, 0, 2)
-    q = q.double().numpy()
-    bound = float32_bound(q, keys, values, case.d**-0.5, key_error, value_error)
-    return attention(q, keys, values, case.d**-0.5), bound
 
 
 @all_cases

@@ -17,34 +17,38 @@ from hypothesis.extra.numpy import arrays
 
 from artifacts import Dense, PageShape
 from artifacts.errors import FormatError
-from runtime.codes import unpack
+from runtime.codes import unpack_page
 from runtime.parts import dense
-from tests.formats import SIDES, cache_numbers, random_tensors
-from tests.oracles.dense import kivi_group, middle_and_half, nearest, norm, vectors
+from tests.formats import DENSE_SIDES, cache_numbers, random_tensors
+from tests.oracles import order
+from tests.oracles.dense import kivi_group, limits, middle_and_half, nearest, norm, vectors
 
 U, H, LEAST = 2.0**-24, 2.0**-11, 2.0**-25
-SMALL = PageShape(4, 2, 32)
+SMALL = PageShape(16, 2, 32, "key")
 
 
 def tables_of(fmt, h_kv, d):
     return {name: torch.from_numpy(tensor) for name, tensor in random_tensors(fmt, h_kv, d, 0).items()}
 
 
-def encode(part, x, outliers=None, tables=None):
+def encode(part, x, outliers=None, tables=None, side="key"):
     """One page x [t, h_kv, d] through `dense.encode`: fields, approximation, zero point and scale of each number."""
-    shape, tables = PageShape(*x.shape), tables or {}
+    shape, tables = PageShape(*x.shape, side), tables or {}
     mask = None if outliers is None else torch.from_numpy(outliers)[None]
     fields, approximation = dense.encode(part, shape, torch.from_numpy(x)[None], mask, tables)
     stored = tables if part.scales == "bundle" else {name: field[0] for name, field in fields.items()}
-    scale = of_each_number(part, stored["scale"].double().numpy(), x.shape)
-    zero = of_each_number(part, stored["zero"].double().numpy(), x.shape) if "zero" in stored else np.zeros(x.shape)
+    scale, zero = (
+        of_each_number(part, stored[name].double().numpy(), x.shape, side) if name in stored else np.zeros(x.shape)
+        for name in ("scale", "zero")
+    )
     return fields, approximation[0].double().numpy(), zero, scale
 
 
-def of_each_number(part, scales, page):
-    """Scales [h, d] of channels, [t, 1] of tokens or [h, T, C] of the rest, repeated to the page's [t, h_kv, d]."""
+def of_each_number(part, scales, page, side):
+    """Scales [h, d] from the bundle, or as a page stores them, repeated to the page's [t, h_kv, d]."""
     if part.scales == "bundle":
         return np.broadcast_to(scales, page)
+    scales = order.of_scales(scales, side, part.axis)
     scales = scales[:, None] if part.spans_heads else scales.transpose(1, 0, 2)
     for axis in range(3):
         scales = scales.repeat(page[axis] // scales.shape[axis], axis)
@@ -63,13 +67,13 @@ def rounding(exact, numbers=0):
     return (H + (numbers / 2 + 2) * U) * (1 + H) * np.abs(exact) + LEAST
 
 
-@pytest.mark.parametrize("name, fmt, h_kv, d", SIDES, ids=[side[0] for side in SIDES])
-def test_page_is_the_oracles(name, fmt, h_kv, d):
+@pytest.mark.parametrize("name, fmt, h_kv, d, side", DENSE_SIDES, ids=[side[0] for side in DENSE_SIDES])
+def test_page_is_the_oracles(name, fmt, h_kv, d, side):
     part, tables = fmt.dense, tables_of(fmt, h_kv, d)
     x = cache_numbers((fmt.t, h_kv, d), 1)
     outliers = np.random.default_rng(2).random(x.shape) < 0.03
-    fields, approximation, zero, scale = encode(part, x, outliers, tables)
-    for field in part.page_fields(PageShape(*x.shape)):
+    fields, approximation, zero, scale = encode(part, x, outliers, tables, side)
+    for field in part.page_fields(PageShape(*x.shape, side)):
         heads = (h_kv,) if field.scope == "head" else ()
         assert fields[field.name].shape == (1, *heads, *field.shape)
     if part.scales == "online":
@@ -80,11 +84,11 @@ def test_page_is_the_oracles(name, fmt, h_kv, d):
     x, approximation, zero, scale = (array[some].astype(np.float64) for array in (x, approximation, zero, scale))
     values = dense.codebook(part, d, tables, torch.device("cpu")).double().numpy()
     a = np.clip((x - zero) / np.where(scale > 0, scale, np.inf), -1e6, 1e6)
-    best = np.abs(a - values[nearest(a, values)])
     chosen = (approximation - zero) / np.where(scale > 0, scale, np.inf)
     off = 4 * U * (1 + np.abs(a)) + 2 * U * (np.abs(zero) / np.where(scale > 0, scale, np.inf) + 2)
-    assert (np.abs(a - chosen) <= best + off).all()
     assert (np.abs(chosen[:, None] - values).min(1) <= off).all()
+    code, between = nearest(chosen, values), limits(values, {name: table.numpy() for name, table in tables.items()})
+    assert ((between[code] - 2 * off <= a) & (a <= between[code + 1] + 2 * off)).all()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -148,7 +152,7 @@ def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
     """Online scales reproduce themselves where the codebook ends at -1 and 1 (not signposts), the vector's extremes
     take these ends (they may miss them by the rounding of the scales, which half a gap of 8 bits outweighs up to
     |zero| = 2 scale), and zero - scale and zero + scale are exact (float16s within 2^12 of each other, in float32)."""
-    x = (middle + spread * np.random.default_rng(seed).normal(size=(4, 2, 32))).astype(np.float32)
+    x = (middle + spread * np.random.default_rng(seed).normal(size=(16, 2, 32))).astype(np.float32)
     _, once, zero, scale = encode(part, x)
     limit = 2 if part.bits == 8 else 16
     assume((np.abs(zero) <= limit * scale).all() and (scale <= 4096 * np.abs(zero)).all())
@@ -162,7 +166,7 @@ def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebo
     """Where the rounding of zero + scale * value, normalized 3u (|zero| / scale + 2), is below half the least gap."""
     part, tables = Dense(bits, "channel", 0, codebook, "bundle"), signposts(bits)
     tables |= {"scale": torch.rand(2, 32) + 0.5, "zero": torch.randn(2, 32)}
-    x = cache_numbers((4, 2, 32), 1)
+    x = cache_numbers((16, 2, 32), 1)
     values = dense.codebook(part, x.shape[-1], tables, torch.device("cpu")).double().numpy()
     assert 3 * U * (tables["zero"].abs().max() / 0.5 + 2) < np.diff(values).min() / 2
     _, once, *_ = encode(part, x, None, tables)
@@ -173,17 +177,17 @@ def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebo
 @pytest.mark.parametrize("number", [0.0, -3.7, 1e-30, 65504.0])
 @pytest.mark.parametrize("kind", [("token", 0), ("token", 32), ("channel", 4), ("head", 0)])
 def test_constant_vectors(kind, number):
-    x = np.full((4, 2, 32), number, np.float32)
+    x = np.full((16, 2, 32), number, np.float32)
     fields, approximation, zero, scale = encode(Dense(3, *kind), x)
     assert (scale == 0).all()
     assert (approximation == zero).all()
-    assert (unpack(fields["codes"], 3) == 3).all()  # of 0, midway between values 3 and 4
+    assert (unpack_page(fields["codes"], SMALL, 3) == 3).all()  # of 0, midway between values 3 and 4
     assert np.abs(approximation - x).max() <= rounding(number)
 
 
 @pytest.mark.parametrize("kind", [("token", 0), ("token", 32), ("channel", 4), ("head", 0)])
 def test_vectors_of_outliers_alone_are_zero(kind):
-    x = cache_numbers((4, 2, 32), 1)
+    x = cache_numbers((16, 2, 32), 1)
     _, approximation, *_ = encode(Dense(2, *kind), x, np.ones(x.shape, bool))
     assert (approximation == 0).all()
 
@@ -191,19 +195,19 @@ def test_vectors_of_outliers_alone_are_zero(kind):
 def test_channels_without_range_take_their_zero_point():
     part = Dense(4, "channel", 0, "uniform", "bundle")
     tables = {"scale": torch.zeros(1, 32), "zero": torch.full((1, 32), 0.3)}
-    _, approximation, *_ = encode(part, cache_numbers((4, 1, 32), 1), None, tables)
+    _, approximation, *_ = encode(part, cache_numbers((16, 1, 32), 1), None, tables)
     assert (approximation == np.float32(0.3)).all()
 
 
 def test_ties_go_to_the_lower_value():
     part, tables = Dense(1, "channel", 0, "uniform", "bundle"), {"scale": torch.ones(1, 32), "zero": torch.zeros(1, 32)}
-    _, approximation, *_ = encode(part, np.zeros((1, 1, 32), np.float32), None, tables)
+    _, approximation, *_ = encode(part, np.zeros((16, 1, 32), np.float32), None, tables)
     assert (approximation == -1).all()
 
 
 @pytest.mark.parametrize("numbers, worst", [([65520, 65536], "65528"), ([-3e38, 3e38], "inf"), ([-7e4, 7e4], "70000")])
 def test_scales_beyond_float16(numbers, worst):
-    x = np.zeros((4, 1, 32), np.float32)
+    x = np.zeros((16, 1, 32), np.float32)
     x[2] = np.resize(np.array(numbers, np.float32), 32)
     with pytest.raises(FormatError, match=rf"a scale or zero point of {worst} does not fit float16 \(largest 65504\)"):
         encode(Dense(4, "token"), x)

@@ -37,7 +37,7 @@ class ReferenceCache(DynamicCache):
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"])
         self.codecs = [
             [
-                Codec(PageGeometry.of(fmt, bundle.model.h_kv, bundle.model.d), bundle.side_tensors(layer, side))
+                Codec(PageGeometry.of(fmt, bundle.model.h_kv, bundle.model.d, side), bundle.side_tensors(layer, side))
                 for side, fmt in (("key", formats.key), ("value", formats.value))
             ]
             for layer, formats in enumerate(bundle.layers)

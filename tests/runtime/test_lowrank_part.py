@@ -28,7 +28,7 @@ def pages(count, seed=0):
 
 
 def codec(fmt=GEAR.key):
-    return Codec(PageGeometry.of(fmt, H_KV, D), {})
+    return Codec(PageGeometry.of(fmt, H_KV, D, "key"), {})
 
 
 @settings(max_examples=200, deadline=None)

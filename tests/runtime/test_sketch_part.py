@@ -61,7 +61,7 @@ def tensors(fmt, h_kv, d, seed=0):
 
 
 def codec_of(fmt, h_kv=2, d=64, seed=0):
-    return Codec(PageGeometry.of(fmt, h_kv, d), tensors(fmt, h_kv, d, seed))
+    return Codec(PageGeometry.of(fmt, h_kv, d, "key"), tensors(fmt, h_kv, d, seed))
 
 
 def pages_of(fmt, h_kv=2, d=64, p=3):
@@ -143,7 +143,7 @@ def test_bits_of_a_page(rows, d, m, outlier_m):
         (Sketch(m, rows), m + 16),
         (Sketch(m, rows, 8, outlier_m), m + 16 + outlier_m + 16),
     ):
-        geometry = PageGeometry.of(Format(128, sketch=part), 2, d)
+        geometry = PageGeometry.of(Format(128, sketch=part), 2, d, "key")
         assert geometry.bits == bits / d
         assert geometry.record_bytes == 0
 
@@ -207,7 +207,8 @@ def pair(d, cosine, seed=0):
 
 def estimates(part, d, q, k, n, seed):
     """Estimates of <q, k> by n independent sketches, float64 [n]; the outlier channels are the first ones."""
-    geometry, generator = PageGeometry.of(Format(1, sketch=part), 1, d), torch.Generator().manual_seed(seed)
+    geometry = PageGeometry.of(Format(1, sketch=part), 1, d, "key")
+    generator = torch.Generator().manual_seed(seed)
     mask = (torch.arange(d)[None] < part.outliers).to(torch.uint8)
     key, query = torch.from_numpy(k).float().reshape(1, 1, 1, d), torch.from_numpy(q)
     found = []
@@ -351,7 +352,7 @@ def test_scores_from_bytes(fmt, rows):
     sizes = sketch_sizes(codec, fields, absolute_q) + np.abs(q.double().numpy()) @ np.abs(mean)[:, :, None]
     if fmt.dense:
         inner = Format(fmt.t, fmt.dense)
-        dense = Codec(PageGeometry.of(inner, h_kv, d), {}).decode(fields)
+        dense = Codec(PageGeometry.of(inner, h_kv, d, "key"), {}).decode(fields)
         sizes = sizes + absolute_q @ dense.abs().double().flatten(0, 1).permute(1, 2, 0).numpy()
     bound = (4 * d + 9 / 8 * fmt.sketch.m + 17) * U * sizes
     error = np.abs(found - q.double().numpy() @ keys)
@@ -367,7 +368,7 @@ def test_every_byte_of_signs_is_looked_up(byte, row):
     fmt, d = Format(1, sketch=Sketch(32, "gaussian")), 32
     s = torch.zeros(32, d)
     s[row] = 1.0
-    pool = PagePool(PageGeometry.of(fmt, 1, d), 1)
+    pool = PagePool(PageGeometry.of(fmt, 1, d, "key"), 1)
     word = torch.tensor(byte, dtype=torch.uint8).view(torch.int32)
     pool.write(torch.tensor([0]), {"signs": word.reshape(1, 1, 1, 1), "norm": torch.ones(1, 1, 1).half()})
     score = PageReader.of(pool, {"sketch": s}).scores(torch.ones(1, 1, d), torch.tensor([0]).int(), None, 0)

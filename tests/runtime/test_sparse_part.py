@@ -13,19 +13,19 @@ from runtime.parts import sparse
 from tests.formats import SIDES, cache_numbers, random_tensors
 from tests.oracles.sparse import online, outside
 
-SMALL = PageShape(8, 2, 32)  # two blocks of 256 numbers, one for each head
+SMALL = PageShape(8, 2, 32, "key")  # two blocks of 256 numbers, one for each head
 WITH_OUTLIERS = [side for side in SIDES if side[1].sparse]
 
 
 def select(part, x, **tables):
     """Outliers of one page x [t, h_kv, d]."""
     tables = {name: torch.from_numpy(np.asarray(table, np.float32)) for name, table in tables.items()}
-    return sparse.select(part, PageShape(*x.shape), torch.from_numpy(x)[None], tables)[0].numpy()
+    return sparse.select(part, PageShape(*x.shape, "key"), torch.from_numpy(x)[None], tables)[0].numpy()
 
 
 def encode(part, residual, outliers):
     """Fields and approximation of one page [t, h_kv, d]."""
-    shape, mask = PageShape(*residual.shape), torch.from_numpy(outliers)[None]
+    shape, mask = PageShape(*residual.shape, "key"), torch.from_numpy(outliers)[None]
     fields, approximation = sparse.encode(part, shape, torch.from_numpy(residual)[None], mask, {})
     return {name: field[0].numpy() for name, field in fields.items()}, approximation[0].numpy()
 
@@ -35,15 +35,15 @@ def decode(part, fields, shape):
     return sparse.decode(part, shape, fields, {})[0].numpy()
 
 
-@pytest.mark.parametrize("name, fmt, h_kv, d", WITH_OUTLIERS, ids=[side[0] for side in WITH_OUTLIERS])
-def test_outliers_are_the_oracles(name, fmt, h_kv, d):
+@pytest.mark.parametrize("name, fmt, h_kv, d, side", WITH_OUTLIERS, ids=[side[0] for side in WITH_OUTLIERS])
+def test_outliers_are_the_oracles(name, fmt, h_kv, d, side):
     part, tables = fmt.sparse, random_tensors(fmt, h_kv, d, 0)
     x = cache_numbers((fmt.t, h_kv, d), 1)
     if part.thresholds == "online":
         expected = online(x, part.fraction, part.axis)
     else:
         bounds = [tables[name].astype(np.float64) for name in ("lower", "upper")]
-        expected = outside(x, *bounds, part.slots(PageShape(*x.shape)))
+        expected = outside(x, *bounds, part.slots(PageShape(*x.shape, side)))
     np.testing.assert_array_equal(select(part, x, **tables), expected)
 
 
@@ -122,7 +122,7 @@ def check_full_blocks(part, x, everything, **tables):
         assert abs(x[tuple(place)]) == np.abs(x[:, place[1]]).min()
     fields, approximation = encode(part, x, mask)
     assert fields["count"].max() == BLOCK - 1
-    np.testing.assert_array_equal(decode(part, fields, PageShape(*x.shape)), approximation)
+    np.testing.assert_array_equal(decode(part, fields, PageShape(*x.shape, "key")), approximation)
 
 
 def test_a_block_of_outliers_alone_loses_the_least():
@@ -140,9 +140,9 @@ def test_a_block_of_online_outliers_alone_loses_the_least():
     check_full_blocks(Sparse(0.25, "token", "online"), x, np.abs(x) > 1)
 
 
-@pytest.mark.parametrize("name, fmt, h_kv, d", WITH_OUTLIERS, ids=[side[0] for side in WITH_OUTLIERS])
-def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d):
-    part, shape = fmt.sparse, PageShape(fmt.t, h_kv, d)
+@pytest.mark.parametrize("name, fmt, h_kv, d, side", WITH_OUTLIERS, ids=[side[0] for side in WITH_OUTLIERS])
+def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d, side):
+    part, shape = fmt.sparse, PageShape(fmt.t, h_kv, d, side)
     x = cache_numbers((fmt.t, h_kv, d), 1)
     mask = select(part, x, **random_tensors(fmt, h_kv, d, 0))
     fields, approximation = encode(part, x, mask)

@@ -104,7 +104,7 @@ def directions(n, d, t, seed=0):
 
 def relative_error(fmt, x, tables=None):
     """Mean of |x - decoded|^2 / |x|^2 over vectors."""
-    codec = Codec(PageGeometry.of(fmt, 1, x.shape[-1]), tables or {})
+    codec = Codec(PageGeometry.of(fmt, 1, x.shape[-1], "key"), tables or {})
     return float(((codec.encode(x)[1] - x).square().sum(-1) / x.square().sum(-1)).mean())
 
 
@@ -135,7 +135,8 @@ def test_rotating_gives_any_direction_the_error_of_a_random_one(kind):
     if kind == "haar":
         assert rotated == pytest.approx(0.1175, rel=0.05)
     else:
-        values = Codec(PageGeometry.of(Format(64, dense), 1, d), {}).encode(torch.full((1, 64, 1, d), d**-0.5))[1]
+        inner = Codec(PageGeometry.of(Format(64, dense), 1, d, "key"), {})
+        values = inner.encode(torch.full((1, 64, 1, d), d**-0.5))[1]
         assert rotated == pytest.approx(float((values[0, 0, 0] - d**-0.5).square().sum()), rel=1e-4)
 
 
@@ -144,8 +145,9 @@ def test_formats_apply_transforms_in_order():
     tables = tables_of()
     dense = Dense(8, "head", 0, "lloyd", "online", "norm")
     x = torch.from_numpy(cache_numbers((1, 32, H_KV, D), 1))
-    both = Codec(PageGeometry.of(Format(32, dense, center=Center(), rotate=Rotate("haar")), H_KV, D), tables)
-    inner = Codec(PageGeometry.of(Format(32, dense), H_KV, D), {})
+    fmt = Format(32, dense, center=Center(), rotate=Rotate("haar"))
+    both = Codec(PageGeometry.of(fmt, H_KV, D, "value"), tables)
+    inner = Codec(PageGeometry.of(Format(32, dense), H_KV, D, "value"), {})
     fields, decoded = both.encode(x)
     expected, numbers = inner.encode((x - tables["mean"]) @ tables["rotation"])
     assert all(torch.equal(fields[name], expected[name]) for name in expected)

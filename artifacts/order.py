@@ -1,0 +1,65 @@
+"""In which order a page stores its numbers: the order in which a warp's matrix instructions want them.
+
+A page is stored in tiles of 16 tokens. Within a tile, lane `4 r + c` (r < 8, c < 4) of a warp finds the d / 2 numbers
+that it holds as first operand of the 16 x 8 x 16 matrix instruction, each two that share a register side by side:
+
+- keys, 16 tokens by d channels: for each step s of d / 16, tokens r and r + 8, and of both the channels 8 s + 2 c and
+  the next in the first and in the second half of the head. Both channels of a rotary pair lie in one lane, if the
+  rotary dimension is a multiple of 16.
+- values, d channels by 16 tokens: for each 16 channels, channels r and r + 8, and of both the tokens 2 c, 2 c + 1,
+  2 c + 8 and 2 c + 9.
+
+The codes of one lane follow each other in runs (`artifacts.codes`); the words of the lanes are interleaved, four of
+each lane at a time (or two, or one: the most that divides what a lane has), so that a warp's loads read 512 (256, 128)
+bytes in a row. Scales of single channels of keys stand in the order in which a lane needs them, and scales of tokens of
+values by group first.
+"""
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.codes import RUN
+from artifacts.fields import SideName
+
+TILE = 16  # tokens that a warp takes at once
+LANES = 32
+
+
+@cache
+def code_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
+    """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d]."""
+    tile, r, c, step, upper, half, e = np.ogrid[: t // TILE, :8, :4, : d // 16, :2, :2, :2]
+    if side == "key":
+        token, channel = tile * TILE + upper * 8 + r, half * (d // 2) + 8 * step + 2 * c + e
+    else:
+        token, channel = tile * TILE + half * 8 + 2 * c + e, 16 * step + 8 * upper + r
+    return np.broadcast_to(token * d + channel, (t // TILE, 8, 4, d // 16, 2, 2, 2)).reshape(-1).copy()
+
+
+@cache
+def word_order(d: int, bits: int) -> NDArray[np.int64]:
+    """Which word of a tile's lanes, one lane after the other, stands where: int64 [d / 2 * bits].
+
+    Where a lane has no whole number of words (d not a multiple of 64) they stay as they are.
+    """
+    words = d * TILE // RUN * bits
+    if d % 64:
+        return np.arange(words)
+    per_lane = words // LANES
+    width = next(w for w in (4, 2, 1) if per_lane % w == 0)
+    chunk, lane, k = np.ogrid[: per_lane // width, :LANES, :width]
+    order = lane * per_lane + chunk * width + k
+    return np.broadcast_to(order, (per_lane // width, LANES, width)).reshape(-1).copy()
+
+
+@cache
+def channel_order(d: int) -> NDArray[np.int64]:
+    """Which channel's scale stands where in a page of keys with scales of their own per channel: int64 [d].
+
+    A lane reads the scales of two steps, four pairs of channels, with one 16-byte load.
+    """
+    steps, c, odd, half, e = np.ogrid[: d // 32, :4, :2, :2, :2]
+    order = half * (d // 2) + 8 * (2 * steps + odd) + 2 * c + e
+    return np.broadcast_to(order, (d // 32, 4, 2, 2, 2)).reshape(-1).copy()

@@ -1,0 +1,274 @@
+"""Attention of one decode step over packed pages on a GPU, against PyTorch's fp16 attention (cuDNN) in the same run.
+
+    python -m benchmarks.decode_attention --out decode.json [--shapes llama2-7b@1x131072 ...] [--formats nuq4-1 ...]
+
+Pages are made by the torch codec from numbers like a cache's (channels that differ in mean and spread, heavy tails) and
+repeated until the cache is full. Both sides run from CUDA graphs and go round among caches that are together larger than
+the L2 cache. Times are medians in microseconds per step and layer, merge included.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from artifacts import Dense, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Sketch, Sparse, Window
+from artifacts.geometry import SEGMENT_PAGES
+from runtime.attention import PagedAttention, PagedSide
+from runtime.codec import Codec, PagePool, join_fields
+from runtime.rope import Rotation
+
+D = 128
+L2_BYTES = 60 << 20  # of an H200, and some more
+MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8)}  # query heads, kv heads
+
+
+def nuq(bits: int) -> LayerFormat:
+    """KVQuant with 1% outliers."""
+    window = Window(sinks=1)
+    return LayerFormat(
+        Format(64, Dense(bits, "channel", 0, "nuq", "bundle"), Sparse(0.01, "channel", "bundle"), window, "pre_rope"),
+        Format(64, Dense(bits, "token", 0, "nuq"), Sparse(0.01, "token", "online"), window),
+    )
+
+
+def kivi(bits: int, group: int = 32, rank: LowRank | None = None) -> LayerFormat:
+    """Uniform codes in groups: keys of tokens, values of channels; with factors: GEAR-L."""
+    key, value = Dense(bits, "channel", group), Dense(bits, "token", group)
+    return LayerFormat(Format(64, key, lowrank=rank), Format(64, value, lowrank=rank))
+
+
+def turboquant(bits: int) -> Format:
+    """Rotated coordinates in a Lloyd-Max code."""
+    return Format(64, Dense(bits, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+
+
+FORMATS: dict[str, LayerFormat] = {
+    "nuq4-1": nuq(4),
+    "nuq3-1": nuq(3),
+    "nuq2-1": nuq(2),
+    "kivi4-g32": kivi(4),
+    "kivi2-g32": kivi(2),
+    "gear-l2": kivi(2, 64, LowRank(4, 2)),
+    "qjl-256": LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, Dense(2, "token", 32))),
+    "turboquant-3": LayerFormat(turboquant(3), turboquant(3)),
+}
+
+
+@dataclass
+class Row:
+    """One measurement. us: microseconds; bytes_: of pages that a step reads; ratio: fp16's time over ours."""
+
+    shape: str
+    format: str
+    bits: float
+    us: float
+    merge_us: float
+    bytes_: int
+    tb_s: float
+    of_copy: float
+    fp16_us: float
+    ratio: float
+
+
+def numbers(n: int, h_kv: int, seed: int) -> Tensor:
+    """[n, h_kv, D] float32: means and spreads of channels an order of magnitude apart, Laplace tails."""
+    channels = torch.Generator().manual_seed(7)
+    mean = torch.randn(h_kv, D, generator=channels)
+    spread = (torch.randn(h_kv, D, generator=channels) * 0.8 - 0.5).exp()
+    noise = torch.distributions.Laplace(0.0, 1.0)
+    torch.manual_seed(seed)
+    return (mean + spread * noise.sample((n, h_kv, D))).cuda()
+
+
+def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
+    """Bundle tensors of a format from x [n, h_kv, D], calibrated plainly."""
+    h_kv, found = x.shape[1], {}
+    if fmt.center:
+        found["mean"] = x.mean(0)
+    if fmt.rotate:
+        found["rotation"] = torch.linalg.qr(torch.randn(D, D))[0].cuda()
+    if fmt.sparse and fmt.sparse.thresholds == "bundle":
+        ends = torch.tensor([fmt.sparse.fraction / 2, 1 - fmt.sparse.fraction / 2]).cuda()
+        found["lower"], found["upper"] = torch.quantile(x, ends, dim=0)
+        x = x.clamp(found["lower"], found["upper"])
+    if fmt.dense and fmt.dense.scales == "bundle":
+        low, high = x.amin(0), x.amax(0)
+        found |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
+    if fmt.dense and fmt.dense.codebook == "nuq":
+        count = 1 << fmt.dense.bits
+        at = (torch.arange(count) + 0.5) / count
+        found["signposts"] = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
+    if fmt.sketch:
+        for name, m in (("sketch", fmt.sketch.m), ("outlier_sketch", fmt.sketch.outlier_m)):
+            found[name] = (
+                torch.cat([torch.linalg.qr(torch.randn(D, D))[0] for _ in range(-(-m // D))])[:m].cuda() * D**0.5
+            )
+        found["outlier_mask"] = (
+            (torch.arange(D) < fmt.sketch.outliers).to(torch.uint8).expand(h_kv, D).contiguous().cuda()
+        )
+    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in found.items()}
+
+
+def filled(geometry: PageGeometry, found: dict[str, Tensor], b: int, n: int, seed: int) -> PagedSide:
+    """A side of b sequences of n tokens: 64 different pages, repeated in random order at places of their own."""
+    fmt, shape = geometry.format, geometry.shape
+    made = min(SEGMENT_PAGES, max(1, n // fmt.t))
+    codec = Codec(geometry, found, "cuda")
+    groups = [
+        codec.encode(numbers(8 * fmt.t, shape.h_kv, seed + i).unflatten(0, (-1, fmt.t)), 8)[0]
+        for i in range(-(-made // 8))
+    ]
+    few = PagePool(geometry, 8 * len(groups), "cuda")
+    few.write(torch.arange(few.capacity).cuda(), join_fields(groups))
+    pages = fmt.window.pages(n, fmt.t)
+    pool = PagePool(geometry, b * pages, "cuda", max(1, -(-b * pages // SEGMENT_PAGES)))
+    source = torch.randint(few.capacity, (b * pages,), device="cuda")
+    for store, small in ((pool.heads, few.heads), (pool.records, few.records)):
+        store.copy_(small[source])
+    if geometry.segment_bytes:
+        pool.segments.copy_(few.segments[torch.arange(pool.segments.shape[0]).cuda() % few.segments.shape[0]])
+        pool.field("segment").copy_((torch.arange(b * pages, device="cuda") // SEGMENT_PAGES)[:, None])
+    table = torch.randperm(b * pages, device="cuda").view(b, pages)
+    if geometry.segment_bytes:  # pages of a segment stand together in a sequence
+        table = torch.arange(b * pages, device="cuda").view(b, pages)
+    window = torch.randn(b, fmt.window.recent + fmt.t + 1, shape.h_kv, D, device="cuda", dtype=torch.float16)
+    sinks = torch.randn(b, fmt.window.sinks, shape.h_kv, D, device="cuda", dtype=torch.float16)
+    return PagedSide(pool.heads, pool.records, pool.segments, table.int(), sinks, window)
+
+
+def timed(steps: list[Callable[[], None]], seconds: float = 0.25) -> float:
+    """Median microseconds of one step: a graph of all steps, replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for step in steps:
+            step()
+    torch.cuda.synchronize()
+    rounds = max(1, 8 // len(steps))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for step in steps:
+                step()
+    graph.replay()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) * rounds * len(steps) < seconds * 1e6 and len(times) < 200):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(steps)))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read plus written."""
+    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    return 2 * a.nbytes / (timed([lambda: b.copy_(a)]) * 1e-6)
+
+
+def fp16_us(b: int, n: int, h_q: int, h_kv: int) -> float:
+    """PyTorch's attention with the cuDNN backend on dense fp16 keys and values."""
+    size = 2 * b * n * h_kv * D * 2
+    sets = max(1, min(16, 1 + 2 * L2_BYTES // size))
+    caches = [[torch.randn(b, h_kv, n, D, device="cuda", dtype=torch.float16) for _ in range(2)] for _ in range(sets)]
+    q = torch.randn(b, h_q, 1, D, device="cuda", dtype=torch.float16)
+
+    def step(k: Tensor, v: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=h_q != h_kv)
+
+        return run
+
+    return timed([step(k, v) for k, v in caches])
+
+
+def measure(shape: str, name: str, formats: LayerFormat, dense_us: float, copy: float) -> Row:
+    """One format at one shape `model@batch x tokens`."""
+    model, _, size = shape.partition("@")
+    (h_q, h_kv), (b, n) = MODELS[model], (int(x) for x in size.split("x"))
+    rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
+    sample = numbers(1024, h_kv, 99)
+    key, value = (PageGeometry.of(fmt, h_kv, D, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
+    found = [tables(fmt, sample) for fmt in (formats.key, formats.value)]
+    kernels = PagedAttention(key, value, *found, rotation, h_q, torch.float16, "cuda")
+    lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
+    offsets = torch.zeros(b, dtype=torch.int32, device="cuda")
+    bytes_ = sum(b * s.format.window.pages(n - 1, s.format.t) * s.page_bytes for s in (key, value))
+    sets = max(1, min(16, 1 + 2 * L2_BYTES // max(1, bytes_)))
+    plans = [
+        kernels.plan(
+            filled(key, found[0], b, n, 10 * i), filled(value, found[1], b, n, 10 * i + 5), lengths, offsets, 1, D**-0.5
+        )
+        for i in range(sets)
+    ]
+    q = torch.randn(b, h_q, 1, D, device="cuda", dtype=torch.float16)
+    out = torch.empty_like(q)
+    us = timed([lambda plan=plan: plan.run(q, out) for plan in plans])
+    assert torch.isfinite(out).all(), f"{shape} {name}: the output has NaN"
+    merge_us = timed([lambda plan=plan: plan.merge(out) for plan in plans])
+    bits = 8 * bytes_ / (2 * b * (n - 1) * h_kv * D)
+    return Row(
+        shape,
+        name,
+        bits,
+        us,
+        merge_us,
+        bytes_,
+        bytes_ / us * 1e-6,
+        bytes_ / (us * 1e-6) / copy,
+        dense_us,
+        dense_us / us,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x131072"], help="model@batch x tokens")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    copy, rows = copy_bandwidth(), []
+    for shape in args.shapes:
+        model, _, size = shape.partition("@")
+        dense = fp16_us(*(int(x) for x in size.split("x")), *MODELS[model])
+        for name in args.formats:
+            rows.append(measure(shape, name, FORMATS[name], dense, copy))
+            torch.cuda.empty_cache()
+            print(
+                f"{shape} {name}: {rows[-1].us:.1f} us, fp16 {dense:.1f}, {rows[-1].ratio:.2f}x",
+                file=sys.stderr,
+                flush=True,
+            )
+            run = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": copy * 1e-12}
+            with open(args.out, "w") as file:
+                json.dump(run | {"rows": [asdict(row) for row in rows]}, file, indent=1)
+    show(rows, copy)
+
+
+def show(rows: list[Row], copy: float) -> None:
+    """Prints the table."""
+    table = Table(title=f"one decode step of one layer; copy {copy * 1e-12:.2f} TB/s")
+    for title in ("shape", "format", "bits", "us", "merge us", "TB/s", "of copy", "fp16 us", "ratio"):
+        table.add_column(title, justify="left" if title in ("shape", "format") else "right")
+    for r in rows:
+        table.add_row(
+            r.shape, r.format, f"{r.bits:.2f}", f"{r.us:.1f}", f"{r.merge_us:.1f}", f"{r.tb_s:.2f}", f"{r.of_copy:.0%}",
+            f"{r.fp16_us:.1f}", f"{r.ratio:.2f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

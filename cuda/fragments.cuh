@@ -1,0 +1,125 @@
+// Codes to fragments: a lane's words of one tile to registers of two halves, through a table in shared memory.
+//
+// The table holds, for every value of a few bits, the numbers that these bits stand for, once for every lane (or half-warp
+// where an entry is 8 bytes), so that look-ups never meet in a bank. The order of the numbers is that of artifacts/order.py.
+#pragma once
+
+#include "codes.cuh"
+#include "mma.cuh"
+
+namespace signpost {
+
+template <int BITS>
+struct Table {
+    static constexpr int INDEX_BITS = BITS == 1 ? 4 : BITS == 3 ? 6 : 8;
+    static constexpr int NUMBERS = BITS <= 2 ? 4 : BITS == 8 ? 1 : 2;  // per entry
+    static constexpr int WORDS = BITS <= 2 ? 2 : 1;                    // per entry
+    // With little shared memory, or for the widest codes, only eight words of copies: some look-ups meet in a bank.
+    static constexpr int LOG_STRIDE = SIGNPOST_SHARED < 160 * 1024 || BITS == 8 ? 5 : 7;
+    static constexpr int STRIDE = 1 << LOG_STRIDE;  // bytes of an entry with its copies
+    static constexpr int COPIES = STRIDE / 4 / WORDS;
+    static constexpr int BYTES = (1 << INDEX_BITS) * STRIDE;
+
+    // values: f32 [2^BITS] in global memory. All threads of the block.
+    static __device__ void fill(unsigned char* table, const float* values) {
+        for (int i = threadIdx.x; i < BYTES / 4; i += blockDim.x) {
+            const int entry = i / (STRIDE / 4), word = i % WORDS;
+            const int first = word * 2, second = NUMBERS == 1 ? 0 : first + 1;
+            const float low = values[entry >> (first * BITS) & ((1 << BITS) - 1)];
+            const float high = values[entry >> (second * BITS) & ((1 << BITS) - 1)];
+            reinterpret_cast<unsigned*>(table)[i] = pack(low, high);
+        }
+    }
+
+    // What a lane adds to an entry's offset.
+    static __device__ __forceinline__ unsigned lane_base(unsigned table, int lane) { return table + lane % COPIES * (4 * WORDS); }
+
+    // Offset of the entry for the index at `SHIFT` of `word`.
+    template <int SHIFT>
+    static __device__ __forceinline__ unsigned offset(unsigned word) {
+        constexpr unsigned MASK = ((1u << INDEX_BITS) - 1u) << LOG_STRIDE;
+        if constexpr (SHIFT >= LOG_STRIDE) return word >> (SHIFT - LOG_STRIDE) & MASK;
+        else return word << (LOG_STRIDE - SHIFT) & MASK;
+    }
+};
+
+// The words of one lane: D / 64 * BITS of them, interleaved over the warp as `word_order` says.
+template <int BITS, int D>
+struct LaneWords {
+    static constexpr int COUNT = D / 64 * BITS;
+    static constexpr int WIDTH = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+    unsigned words[COUNT];
+
+    __device__ __forceinline__ void load(const unsigned char* tile, int lane) {
+#pragma unroll
+        for (int chunk = 0; chunk < COUNT / WIDTH; ++chunk) {
+            const unsigned char* from = tile + (chunk * 32 + lane) * (4 * WIDTH);
+            if constexpr (WIDTH == 4) {
+                const uint4 x = *reinterpret_cast<const uint4*>(from);
+                words[4 * chunk] = x.x, words[4 * chunk + 1] = x.y, words[4 * chunk + 2] = x.z, words[4 * chunk + 3] = x.w;
+            } else if constexpr (WIDTH == 2) {
+                const uint2 x = *reinterpret_cast<const uint2*>(from);
+                words[2 * chunk] = x.x, words[2 * chunk + 1] = x.y;
+            } else {
+                words[chunk] = *reinterpret_cast<const unsigned*>(from);
+            }
+        }
+    }
+
+    // Entry for pair number PAIR of the lane (3 and 4 bits: the pair; 8 bits: two entries).
+    template <int PAIR>
+    __device__ __forceinline__ unsigned pair(unsigned base) const {
+        using T = Table<BITS>;
+        if constexpr (BITS == 3) {
+            constexpr int RUN_WORD = PAIR / 16 * 3, P = PAIR % 16;
+            if constexpr (P < 15) {
+                return load_shared(base + T::template offset<6 * (P % 5)>(words[RUN_WORD + P / 5]));
+            } else {
+                const unsigned index = words[RUN_WORD] >> 30 | words[RUN_WORD + 1] >> 30 << 2 | words[RUN_WORD + 2] >> 30 << 4;
+                return load_shared(base + index * T::STRIDE);
+            }
+        } else if constexpr (BITS == 4) {
+            return load_shared(base + T::template offset<8 * (PAIR % 4)>(words[PAIR / 4]));
+        } else {
+            static_assert(BITS == 8, "narrower codes come four at a time");
+            const unsigned low = load_shared(base + T::template offset<16 * (PAIR % 2)>(words[PAIR / 2]));
+            const unsigned high = load_shared(base + T::template offset<16 * (PAIR % 2) + 8>(words[PAIR / 2]));
+            return __byte_perm(low, high, 0x5410);
+        }
+    }
+
+    // First operand of step S: registers a[0], a[2], a[1], a[3] are the lane's pairs 4 S ... 4 S + 3.
+    template <int S>
+    __device__ __forceinline__ void fragment(unsigned base, unsigned (&a)[4]) const {
+        using T = Table<BITS>;
+        if constexpr (BITS == 1) {
+            const uint2 x = load_shared2(base + T::template offset<8 * (S % 4)>(words[S / 4]));
+            const uint2 y = load_shared2(base + T::template offset<8 * (S % 4) + 4>(words[S / 4]));
+            a[0] = x.x, a[2] = x.y, a[1] = y.x, a[3] = y.y;
+        } else if constexpr (BITS == 2) {
+            const uint2 x = load_shared2(base + T::template offset<16 * (S % 2)>(words[S / 2]));
+            const uint2 y = load_shared2(base + T::template offset<16 * (S % 2) + 8>(words[S / 2]));
+            a[0] = x.x, a[2] = x.y, a[1] = y.x, a[3] = y.y;
+        } else {
+            a[0] = pair<4 * S>(base);
+            a[2] = pair<4 * S + 1>(base);
+            a[1] = pair<4 * S + 2>(base);
+            a[3] = pair<4 * S + 3>(base);
+        }
+    }
+};
+
+// Calls f with the constants 0 ... N - 1.
+template <int I>
+struct Constant {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, typename F>
+__device__ __forceinline__ void unrolled(F&& f) {
+    if constexpr (I < N) {
+        f(Constant<I>{});
+        unrolled<N, I + 1>(static_cast<F&&>(f));
+    }
+}
+
+}  // namespace signpost

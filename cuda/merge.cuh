@@ -1,0 +1,85 @@
+// Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and tile of rows.
+#pragma once
+
+#include "attend.cuh"
+
+namespace signpost {
+
+struct MergeParams {
+    const float* partial;  // as AttendParams
+    void* out;             // Model, strides below in numbers
+    const int* lengths;
+    const float* rotation;  // of values, P [D][D]
+    const float* mean;      // of values, [h_kv][D]
+    long long out_sequence, out_token, out_head;
+    int b, h_kv, g, m;
+    int grid;  // blocks of attend
+};
+
+template <typename Shape>
+struct Merge {
+    using C = typename Plan<Shape>::Config;
+    using A = Attend<C>;
+    using V = typename C::Value;
+    static constexpr int D = A::D, ROWS = A::ROWS, STRIDE = D + 2;
+
+    // First block of attend that has units from `base` on: the line of `total` units is cut into equal stretches.
+    static __device__ long long block_of(long long base, long long total, int grid) {
+        long long block = base * grid / total;
+        while (total * (block + 1) / grid <= base) ++block;
+        while (total * block / grid > base) --block;
+        return block;
+    }
+
+    // All threads of a block of D; shared: f32 [D].
+    static __device__ void run(const MergeParams& params, float* shared) {
+        const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv;
+        long long total = 0, base = 0;
+        for (int b = 0; b < params.b; ++b) {
+            const long long units = A::units(params.lengths[b] - params.m);
+            if (b < sequence) base += units * params.h_kv;
+            total += units * params.h_kv;
+        }
+        const long long units = A::units(params.lengths[sequence] - params.m);
+        base += head * units;
+        const int first = static_cast<int>(block_of(base, total, params.grid)), last = static_cast<int>(block_of(base + units - 1, total, params.grid));
+        const float* partial = params.partial + static_cast<long long>(blockIdx.y) * (params.grid + 2 * params.b * params.h_kv) * (ROWS * STRIDE);
+        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
+        partial += static_cast<long long>(pair) * (ROWS * STRIDE);
+        for (int n = 0; n < ROWS; ++n) {
+            const int row = blockIdx.y * ROWS + n;
+            if (row >= params.g * params.m) break;
+            float top = A::APART ? apart[n * STRIDE + D] : minus_infinity();
+            for (int block = first; block <= last; ++block) top = fmaxf(top, partial[block * (ROWS * STRIDE) + n * STRIDE + D]);
+            float x = 0.f, sum = 0.f;
+            for (int block = first; block <= last; ++block) add(partial + block * (ROWS * STRIDE) + n * STRIDE, top, x, sum);
+            if constexpr (A::APART) {
+                x = restored(params, shared, x, sum, head);
+                add(apart + n * STRIDE, top, x, sum);
+            }
+            const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
+            static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
+        }
+    }
+
+    static __device__ __forceinline__ void add(const float* result, float top, float& x, float& sum) {
+        const float w = result[D] == minus_infinity() ? 0.f : exp2_fast(result[D] - top);
+        x += w * result[threadIdx.x];
+        sum += w * result[D + 1];
+    }
+
+    // Pages hold (value - mean) P: times P transposed, plus the mean as often as was added.
+    static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head) {
+        if constexpr (V::ROTATE) {
+            __syncthreads();
+            shared[threadIdx.x] = x;
+            __syncthreads();
+            x = 0.f;
+            for (int k = 0; k < D; ++k) x += shared[k] * params.rotation[threadIdx.x * D + k];
+        }
+        if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
+        return x;
+    }
+};
+
+}  // namespace signpost

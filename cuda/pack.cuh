@@ -1,0 +1,127 @@
+// Pack: numbers of a prompt or of the window -> pages. One kernel; nothing is allocated and the host is not asked.
+//
+// Bytes: every number is read once (2), 0.25 to 0.6 are written. Operations: see docs/kernels.md.
+//
+// The order of work on a page: numbers come to shared memory (rotary embedding is undone, means are taken off, vectors rotated);
+// outliers are found, limited and counted; the CTAs of the page agree where each block's list begins; scales; codes; corrections;
+// the sketch of what is left. What a low-rank part would factorize is written out as `residual`: factors are not found here
+// (runtime/pack.py).
+#pragma once
+
+#include "pack_dense.cuh"
+#include "pack_sketch.cuh"
+#include "pack_sparse.cuh"
+
+namespace signpost {
+
+template <class S, class P>
+struct Packer {
+    using A = Shape<S, P>;
+    using L = PackLayout<S, P>;
+    static constexpr bool CODES = S::BITS > 0;
+    // Whole tokens' ranges come out of the search for their outliers, if the slice is still there when they are needed.
+    static constexpr bool RANGES_KNOWN = A::SPANS && P::SELECT == Select::TOKEN && A::SLICES_PER_CTA == 1;
+
+    Page<S, P> page;
+    Dense<S, P> dense;
+    Sparse<S, P> sparse;
+
+    __device__ Packer(const PackParams& params, unsigned char* shared) : page(params, shared), dense(page), sparse(page) {}
+
+    __device__ void run() {
+        if (!page.locate()) return;
+        if constexpr (CODES) dense.load_codebook();
+        if constexpr (P::CLUSTER) cluster_sync();  // all CTAs have started
+        bool known = false;
+        if constexpr (A::SPARSE) known = find_outliers();
+        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
+            if (!A::SPARSE || A::SLICES_PER_CTA > 1) bring(i);
+            if constexpr (CODES && !A::FUSED) {
+                if (S::SCALES != Scales::CHANNEL_BUNDLE && !known) {
+                    dense.find_scales();
+                    __syncthreads();
+                }
+                dense.encode([](int, int, int, float) {});
+            }
+            if constexpr (A::SPARSE) {
+                sparse.write_lists([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); });
+            }
+            if constexpr (S::RANK > 0) write_residual();
+            if constexpr (S::SKETCH > 0 && S::RANK == 0) {
+                Sketcher<S, P>(page).encode([&](float x, int row, int head, int channel) { return after_outliers(x, row, head, channel); });
+            }
+            if constexpr (A::SLICES_PER_CTA > 1) __syncthreads();
+        }
+    }
+
+    // Makes a slice the one at hand and brings its numbers. Ends with a barrier.
+    __device__ void bring(int index) {
+        page.turn_to(index);
+        if constexpr (CODES && S::SCALES == Scales::CHANNEL_BUNDLE) dense.load_scales();
+        if constexpr (A::SPARSE) sparse.load_bounds();
+        page.stage();
+    }
+    // The same where it may still be there.
+    __device__ void bring_back(int index) {
+        if constexpr (A::SLICES_PER_CTA > 1) bring(index);
+    }
+
+    // Fills the mask and the lists' beginnings; where codes do not depend on it, codes too. Returns whether ranges are known.
+    __device__ bool find_outliers() {
+        bool cleared = false;
+        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
+            page.turn_to(i);
+            sparse.clear_mask();
+            bring(i);
+            if constexpr (A::FUSED) {
+                dense.encode([&](int row, int head, int channel, float x) { sparse.take_outside(row, head, channel, x); });
+            } else {
+                sparse.select([&](int row, float low, float high) {
+                    if constexpr (RANGES_KNOWN) dense.put_range(row, 0, 0, low, high);
+                });
+            }
+            __syncthreads();
+            cleared = __syncthreads_or(sparse.count_blocks(true)) || cleared;
+        }
+        unsigned total = sparse.find_starts();
+        if constexpr (A::BUNDLE) {
+            if (total > P::SLOTS) {
+                sparse.limit_page([&](int i) { bring_back(i); });
+                total = sparse.find_starts();
+            }
+        }
+        sparse.write_table(total);
+        return RANGES_KNOWN && !cleared;
+    }
+
+    // What codes leave of a number, and what codes and corrections leave.
+    __device__ __forceinline__ float after_codes(float x, int row, int head, int channel) const {
+        if constexpr (!CODES) return x;
+        return sub(x, decoded(x, row, head, channel));
+    }
+    __device__ __forceinline__ float after_outliers(float x, int row, int head, int channel) const {
+        if (!page.is_outlier(row, head, channel)) return after_codes(x, row, head, channel);
+        const float correction = widen(saturated(after_codes(x, row, head, channel)));
+        if constexpr (!CODES) return sub(x, correction);
+        return sub(x, add(decoded(x, row, head, channel), correction));
+    }
+    __device__ __forceinline__ float decoded(float x, int row, int head, int channel) const {
+        return dense.decoded(Search<Dense<S, P>::BITS>(dense.tree()), x, row, head, channel);
+    }
+
+    __device__ void write_residual() {
+        if (!page.params.residual) return;
+        for (int i = threadIdx.x; i < A::TOKENS * page.heads * A::D; i += A::THREADS) {
+            const int channel = i % A::D, head = i / A::D % page.heads, row = i / A::D / page.heads;
+            const long long place = (static_cast<long long>(page.launched) * A::T + A::token(page.slice, row)) * A::H + page.first_head + head;
+            page.params.residual[place * A::D + channel] = after_outliers(page.number_at(row, head, channel), row, head, channel);
+        }
+    }
+};
+
+template <class S, class P>
+__device__ __forceinline__ void pack(const PackParams& params) {
+    Packer<S, P>(params, shared_memory()).run();
+}
+
+}  // namespace signpost

@@ -1,0 +1,107 @@
+// What the pack kernels ask of the device: number types, roundings, copies, clusters. A host build (tests/cuda/emulator.h, which
+// defines SIGNPOST_EMULATED) brings its own, so that the kernels themselves run on a CPU in tests.
+//
+// Arithmetic is that of torch: every operation rounds to float by itself, none is contracted to a fused multiply-add.
+#pragma once
+
+namespace signpost {
+
+struct F16 {
+    unsigned short bits;
+};
+struct BF16 {
+    unsigned short bits;
+};
+
+constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
+constexpr float HALF_MAX = 65504.0f;
+constexpr float FLOAT_MAX = 3.402823466e38f, FLOAT_TINY = 1.175494351e-38f;
+
+#ifndef SIGNPOST_EMULATED
+__device__ __forceinline__ float widen(F16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+__device__ __forceinline__ F16 narrow(float x) {
+    F16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float widen(BF16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ __forceinline__ float widen(float x) { return x; }
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float quotient(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
+__device__ __forceinline__ float as_float(unsigned x) { return __uint_as_float(x); }
+__device__ __forceinline__ unsigned as_word(float x) { return __float_as_uint(x); }
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ __align__(128) unsigned char memory[];
+    return memory;
+}
+
+// Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A cluster of CTAs that read and write each other's shared memory (compute capability 9.0 and above).
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+template <typename N>
+__device__ __forceinline__ N* remote(N* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+    unsigned long long there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(mine), "r"(rank));
+    return reinterpret_cast<N*>(there);
+#else
+    return mine;
+#endif
+}
+#else
+__device__ __forceinline__ F16 narrow(float x) { return narrow_to<F16>(x); }
+#endif
+
+// Rounded to float16, as float.
+__device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }
+// To float16, beyond its range to its largest finite number.
+__device__ __forceinline__ F16 saturated(float x) { return narrow(fminf(fmaxf(x, -HALF_MAX), HALF_MAX)); }
+
+// Floats as unsigned numbers in the same order; both zeros are equal. Not for NaN.
+__device__ __forceinline__ unsigned ordered(float x) {
+    const unsigned bits = as_word(add(x, 0.0f));  // -0 + 0 = +0
+    return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float unordered(unsigned key) { return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+__device__ __forceinline__ float warp_min(float x) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) x = fminf(x, __shfl_xor_sync(ALL_LANES, x, i));
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, i));
+    return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) x = add(x, __shfl_xor_sync(ALL_LANES, x, i));
+    return x;
+}
+__device__ __forceinline__ unsigned warp_total(unsigned x) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i);
+    return x;
+}
+
+}  // namespace signpost

@@ -1,0 +1,323 @@
+// One page's numbers while they are packed: where they come from, how they are cut into slices, how they look to the parts.
+//
+// Dimensions: b sequences, H kv heads, D channels, T tokens per page. A page is cut into slices of TOKENS tokens by HEADS heads. A
+// CTA packs one slice; or, where slices have to agree (outliers of all heads share one list) and there are no clusters, one CTA all
+// slices of a page in turn. The CTAs of a page form a cluster where they have to agree.
+//
+// A plan P (runtime/pack.py makes it and knows the reasons):
+//   H, D, VALUES    kv heads, channels, 1 for values and 0 for keys
+//   Input           F16, BF16 or float: the model's numbers
+//   SELECT, PER_END, SLOTS   which numbers are outliers; online: so many at each end of a vector; room of a page's list
+//   TOKENS, HEADS   of a slice: 8 (half a tile: the tokens of half the lanes), or a multiple of 16
+//   CTAS            per page: as many as slices, or 1
+//   CLUSTER         1: the CTAs of a page are a cluster
+//   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE
+//   THREADS         of a CTA
+#pragma once
+
+#include "pack_device.cuh"
+#include "sides.cuh"
+
+namespace signpost {
+
+enum class Select {
+    NONE,            // no sparse part
+    CHANNEL_BUNDLE,  // outside bounds of the channel, f32 [H][D]
+    MATRIX_BUNDLE,   // outside bounds of the layer, f32 [1]
+    CHANNEL_PAGE,    // the PER_END smallest and largest of a channel's T numbers
+    TOKEN,           // of a token's H * D numbers
+};
+
+enum class Store { SHARED, INPUT, WORKSPACE };
+
+// Numbers [b][tokens][H][D]: strides in numbers, channels are neighbours, every vector starts at a multiple of 16 bytes.
+struct Source {
+    const void* data;
+    long long sequence, token, head;
+};
+
+struct PackParams {
+    Source prompt;         // the token with number prompt_first comes first; unused if lengths are given
+    Source ring;           // tokens before prompt_first: token n behind the sinks at n % capacity; may be null if there are none
+    const int* table;      // page ids [b][table_stride]
+    const int* lengths;    // [b] cached tokens, new ones included: the page that has just filled is packed, if one has; or null
+    const int* offsets;    // [b] position of token 0; null: 0
+    unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
+    unsigned char* records;    // [capacity_pages][RECORD_BYTES]
+    const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
+    const float* values;       // of the codes [2^BITS]
+    const float* scale;        // [H][D], from the bundle, like zero
+    const float* zero;
+    const float* lower;        // [H][D] or [1], like upper
+    const float* upper;
+    const float* mean;         // [H][D]
+    const float* rotation;     // P [D][D]
+    const float* inv_freq;     // [ROPE_DIM / 2]
+    const float* sketch;           // S^T [D][SKETCH]
+    const float* outlier_sketch;   // [D][OUTLIER_SKETCH]
+    const unsigned char* outlier_mask;  // [H][D]
+    float* residual;           // what dense and sparse leave, [packed pages][T][H][D] in the order of the launch; or null
+    float* workspace;          // [CTAs][HEADS][TOKENS][ROW] for Store::WORKSPACE
+    int* status;               // bits are set: 1 page id out of range, 2 scale beyond float16, 4 NaN or infinity
+    long long table_stride;
+    int ring_capacity;     // tokens
+    int prompt_first;
+    int first_page;        // without lengths: pages first_page ... of every sequence
+    int fresh;             // with lengths: tokens that every sequence got since the last launch, at most T
+    int capacity_pages;
+    float scaling, unscaling;  // RoPE's factor on cos and sin; 1 / factor^2
+};
+
+constexpr int BLOCK = 256;  // numbers per block of the outliers' positions
+
+template <class S, class P>
+struct Shape {
+    static constexpr int T = S::T, D = P::D, H = P::H, TOKENS = P::TOKENS, HEADS = P::HEADS, THREADS = P::THREADS;
+    static constexpr int WARPS = THREADS / 32;
+    static constexpr int HEAD_SLICES = (H + HEADS - 1) / HEADS, SLICES = T / TOKENS * HEAD_SLICES;
+    static constexpr int SLICES_PER_CTA = SLICES / P::CTAS;
+    static constexpr bool SPARSE = S::SPARSE != 0, BUNDLE = P::SELECT == Select::CHANNEL_BUNDLE || P::SELECT == Select::MATRIX_BUNDLE;
+    static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
+    static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
+    static constexpr int WORDS = D / 32;                 // of the outlier mask, per token and head
+    static constexpr int BLOCKS = T * D / BLOCK;         // per head of a page
+    static constexpr int SLICE_BLOCKS = TOKENS * D / BLOCK;
+    static constexpr int ROW = D + 8;                    // numbers from one row of a slice to the next: other banks
+    static constexpr int GROUPS = D / S::SCALE_CHANNELS; // scales of a token and head
+    static constexpr int SCALE_ROWS = S::SCALES == Scales::CHANNEL_BUNDLE ? 1 : S::SCALES == Scales::CHANNEL_PAGE ? TOKENS / S::SCALE_TOKENS : TOKENS;
+    static constexpr int SCALE_COLUMNS = S::SCALES == Scales::TOKEN ? GROUPS : S::SCALES == Scales::NORM ? 1 : D;
+    static constexpr int SCALES = S::SCALES == Scales::NONE ? 0 : SPANS ? TOKENS : SCALE_ROWS * HEADS * SCALE_COLUMNS;
+    static constexpr int CLUSTER_CTAS = P::CLUSTER ? P::CTAS : 1;
+
+    static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
+    static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
+    static_assert(TOKENS * D % BLOCK == 0, "a block of outliers belongs to one slice");
+    static_assert(P::CTAS == SLICES || P::CTAS == 1, "a CTA packs one slice or all");
+    static_assert(CLUSTER_CTAS <= 8, "clusters of more than 8 CTAs are not portable");
+    static_assert(!SPARSE || P::CLUSTER || P::CTAS == 1, "outliers of all slices share a list");
+    static_assert(P::SELECT != Select::TOKEN || HEADS == H, "a token's outliers are found over all heads");
+    static_assert(P::SELECT != Select::CHANNEL_PAGE || TOKENS == T, "a channel's outliers are found over the page");
+    static_assert(!SPANS || HEADS == H, "a token's scale is found over all heads");
+    static_assert(S::SCALES != Scales::CHANNEL_PAGE || (TOKENS >= TILE && TOKENS % S::SCALE_TOKENS == 0), "tokens that share a scale stay together");
+    static_assert(S::ROTATE ? P::STORE != Store::INPUT : P::STORE != Store::WORKSPACE, "rotated numbers are not those of the input");
+    static_assert(S::ROPE_DIM == 0 || !P::VALUES, "values are not rotated");
+    static_assert(THREADS % 32 == 0 && THREADS >= 64 && THREADS <= 1024, "whole warps");
+
+    static __device__ __forceinline__ int first_head(int slice) { return slice % HEAD_SLICES * HEADS; }
+    // Token of the page in a row of a slice. Half tiles: tokens 0-3 and 8-11, or 4-7 and 12-15, those of one half of the lanes.
+    static __device__ __forceinline__ int token(int slice, int row) {
+        const int number = slice / HEAD_SLICES;
+        return TOKENS == 8 ? number / 2 * TILE + number % 2 * 4 + row % 4 + row / 4 * 8 : number * TOKENS + row;
+    }
+};
+
+constexpr int align16(int bytes) { return (bytes + 15) / 16 * 16; }
+
+// Shared memory of a CTA, bytes from its start; runtime/pack.py computes the same end to know what fits.
+template <class S, class P>
+struct PackLayout {
+    using A = Shape<S, P>;
+    static constexpr int INPUT_BYTES = sizeof(typename P::Input), STORED_BYTES = S::ROTATE ? 4 : INPUT_BYTES;
+    static constexpr int SLICE_NUMBERS = A::HEADS * A::TOKENS * A::ROW;
+    static constexpr int CANDIDATES_PER_WARP = 256;
+    static constexpr int TILE_AT = 0;                                                              // Stored [HEADS][TOKENS][ROW]
+    static constexpr int RAW_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : 0);
+    static constexpr int ROWS_AT = RAW_AT + (S::ROTATE ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
+    static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // Row [TOKENS]
+    static constexpr int TREE_AT = ROPE_AT + A::TOKENS * S::ROPE_DIM / 2 * 8;                      // (cos, sin) [TOKENS][ROPE_DIM / 2]
+    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // edges as a search tree
+    static constexpr int SCALES_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);
+    static constexpr int BOUNDS_AT = SCALES_AT + 3 * align16(4 * A::SCALES);                       // before: scale, 1 / scale, zero
+    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 2 * align16(4 * A::HEADS * A::D) : 0);
+    static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::HEADS * A::TOKENS * A::WORDS) : 0);
+    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(A::H * A::BLOCKS) : 0);      // before: u8 [H][BLOCKS]
+    static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::BLOCKS + 1)) : 0);  // before: u32
+    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? 8 * A::WARPS * CANDIDATES_PER_WARP : 0);
+    static constexpr int SCRATCH_AT = RESIDUAL_AT + (S::SKETCH ? align16(A::TOKENS * (A::D + 4) * 4) : 0);   // before: f32, of a head
+    static constexpr int BYTES = SCRATCH_AT + 256;                                                 // u32 [64]
+};
+
+template <class S, class P>
+struct Page {
+    using A = Shape<S, P>;
+    using L = PackLayout<S, P>;
+    using Input = typename P::Input;
+    struct Row {
+        const Input* data;  // the token's numbers
+        long long head;     // stride
+    };
+
+    const PackParams& params;
+    unsigned char* const shared;
+    const int rank;             // of the CTA in its page
+    int sequence, number, id;   // which page: the number-th of the sequence, at id in the pool
+    int launched;               // pages that the launch has before this one
+    long long position;         // of the page's first token
+    int slice, first_head, heads;  // the slice at hand
+    unsigned* mask;             // its outliers, [HEADS][TOKENS][WORDS]
+
+    __device__ Page(const PackParams& p, unsigned char* s) : params(p), shared(s), rank(blockIdx.x % P::CTAS) {}
+
+    template <typename N>
+    __device__ __forceinline__ N* at(int offset) const {
+        return reinterpret_cast<N*>(shared + offset);
+    }
+
+    // Which page this CTA packs; false: none. The same for all threads of all CTAs of the page.
+    __device__ bool locate() {
+        sequence = blockIdx.y;
+        launched = blockIdx.x / P::CTAS + gridDim.x / P::CTAS * blockIdx.y;
+        if (params.lengths) {
+            const int behind = params.lengths[sequence] - S::SINKS - S::RECENT;
+            const int full = max(behind, 0) / S::T;
+            if (full == max(behind - params.fresh, 0) / S::T) return false;
+            number = full - 1;
+        } else {
+            number = params.first_page + blockIdx.x / P::CTAS;
+        }
+        id = params.table[sequence * params.table_stride + number];
+        if (id < 0 || id >= params.capacity_pages) {
+            report(1);
+            return false;
+        }
+        position = static_cast<long long>(number) * S::T + S::SINKS + (params.offsets ? params.offsets[sequence] : 0);
+        return true;
+    }
+
+    __device__ __forceinline__ void report(int problem) const {
+        if (params.status) atomicOr(params.status, problem);
+    }
+
+    __device__ __forceinline__ unsigned char* head_page(int head) const {
+        return params.heads + (static_cast<long long>(id) * A::H + head) * S::HEAD_BYTES;
+    }
+    __device__ __forceinline__ unsigned char* record() const { return params.records + static_cast<long long>(id) * S::RECORD_BYTES; }
+
+    // Makes the index-th slice of this CTA the one at hand, without its numbers.
+    __device__ __forceinline__ void turn_to(int index) {
+        slice = A::SLICES_PER_CTA == 1 ? rank : index;
+        first_head = A::first_head(slice);
+        heads = min(A::HEADS, A::H - first_head);
+        mask = at<unsigned>(L::MASK_AT) + index * A::HEADS * A::TOKENS * A::WORDS;
+    }
+
+    // Brings the numbers of the slice, and what belongs to its tokens and heads. All threads; ends with a barrier.
+    __device__ void stage() {
+        Row* rows = at<Row>(L::ROWS_AT);
+        for (int row = threadIdx.x; row < A::TOKENS; row += A::THREADS) rows[row] = source(A::token(slice, row));
+        if constexpr (S::ROPE_DIM > 0) {
+            float2* table = at<float2>(L::ROPE_AT);
+            for (int i = threadIdx.x; i < A::TOKENS * (S::ROPE_DIM / 2); i += A::THREADS) {
+                const int row = i / (S::ROPE_DIM / 2), pair = i % (S::ROPE_DIM / 2);
+                const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
+                table[i].x = mul(mul(cosf(angle), params.scaling), params.unscaling);
+                table[i].y = mul(-mul(sinf(angle), params.scaling), params.unscaling);
+            }
+        }
+        __syncthreads();
+        if constexpr (S::ROTATE) {
+            for (int head = 0; head < heads; ++head) rotate(head);
+        } else if constexpr (P::STORE == Store::SHARED) {
+            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE;
+            Input* tile = at<Input>(L::TILE_AT);
+            for (int i = threadIdx.x; i < A::HEADS * A::TOKENS * PIECES; i += A::THREADS) {
+                // All heads of a token before the next: they lie side by side in a prompt.
+                const int piece = i % PIECES, head = i / PIECES % A::HEADS, row = i / PIECES / A::HEADS;
+                if (A::H % A::HEADS && head >= heads) continue;
+                copy16(tile + (head * A::TOKENS + row) * A::ROW + piece * PIECE, rows[row].data + (first_head + head) * rows[row].head + piece * PIECE);
+            }
+            copy_wait();
+            __syncthreads();
+        }
+    }
+
+    // The numbers of a token of the page.
+    __device__ __forceinline__ Row source(int token) const {
+        const int behind = number * S::T + token, n = behind + S::SINKS;
+        const bool old = params.lengths || n < params.prompt_first;
+        const Source& from = old ? params.ring : params.prompt;
+        const long long row = old ? behind % params.ring_capacity : n - params.prompt_first;
+        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, from.head};
+    }
+
+    // One head's vectors times P, after the mean is taken off. Sums in float with fused multiply-adds, channels in ascending order:
+    // other orders, like torch's, differ in the last bits. All threads.
+    __device__ void rotate(int head) {
+        constexpr int ROWS = 8;  // that a thread sums at once
+        const Row* rows = at<Row>(L::ROWS_AT);
+        float* raw = at<float>(L::RAW_AT);
+        float* to = stored_float() + head * A::TOKENS * A::ROW;
+        __syncthreads();
+        for (int i = threadIdx.x; i < A::TOKENS * A::D; i += A::THREADS) {
+            const int row = i / A::D, channel = i % A::D;
+            raw[row * A::ROW + channel] = centered(widen(rows[row].data[(first_head + head) * rows[row].head + channel]), head, channel);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < A::TOKENS / ROWS * A::D; i += A::THREADS) {
+            const int channel = i % A::D;
+            const float* x = raw + i / A::D * ROWS * A::ROW;
+            float sum[ROWS] = {};
+            for (int k = 0; k < A::D; k += 4) {
+                float p[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) p[j] = params.rotation[(k + j) * A::D + channel];
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) {
+                    const float4 y = *reinterpret_cast<const float4*>(x + row * A::ROW + k);
+                    sum[row] = fmaf(y.w, p[3], fmaf(y.z, p[2], fmaf(y.y, p[1], fmaf(y.x, p[0], sum[row]))));
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) to[(i / A::D * ROWS + row) * A::ROW + channel] = sum[row];
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ float* stored_float() const {
+        if constexpr (P::STORE == Store::WORKSPACE) {
+            return params.workspace + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * L::SLICE_NUMBERS;
+        } else {
+            return at<float>(L::TILE_AT);
+        }
+    }
+
+    __device__ __forceinline__ float centered(float x, int head, int channel) const {
+        if constexpr (S::CENTER) return sub(x, params.mean[(first_head + head) * A::D + channel]);
+        return x;
+    }
+
+    __device__ __forceinline__ float raw(int row, int head, int channel) const {
+        if constexpr (P::STORE == Store::SHARED) {
+            return widen(at<const Input>(L::TILE_AT)[(head * A::TOKENS + row) * A::ROW + channel]);
+        } else {
+            const Row from = at<const Row>(L::ROWS_AT)[row];
+            return widen(from.data[(first_head + head) * from.head + channel]);
+        }
+    }
+
+    // A number as the parts see it: row and head of the slice.
+    __device__ __forceinline__ float number_at(int row, int head, int channel) const {
+        if constexpr (S::ROTATE) {
+            return stored_float()[(head * A::TOKENS + row) * A::ROW + channel];
+        } else if constexpr (S::ROPE_DIM > 0) {
+            constexpr int PAIRS = S::ROPE_DIM / 2;
+            const float x = raw(row, head, channel);
+            if (channel >= S::ROPE_DIM) return x;
+            const int pair = S::INTERLEAVED ? channel / 2 : channel % PAIRS;
+            const bool second = S::INTERLEAVED ? channel % 2 : channel >= PAIRS;
+            const float2 turn = at<const float2>(L::ROPE_AT)[row * PAIRS + pair];
+            const int partner = S::INTERLEAVED ? channel ^ 1 : second ? channel - PAIRS : channel + PAIRS;
+            const float y = mul(raw(row, head, partner), turn.y);
+            return second ? add(mul(x, turn.x), y) : sub(mul(x, turn.x), y);
+        } else {
+            return centered(raw(row, head, channel), head, channel);
+        }
+    }
+
+    __device__ __forceinline__ bool is_outlier(int row, int head, int channel) const {
+        if constexpr (A::SPARSE) return mask[(head * A::TOKENS + row) * A::WORDS + channel / 32] >> (channel % 32) & 1u;
+        return false;
+    }
+};
+
+}  // namespace signpost

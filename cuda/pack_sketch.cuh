@@ -1,0 +1,92 @@
+// Sketch of what the parts before leave: signs of S k and the norm of k, for the outlier channels apart.
+//
+// Sums in float with fused multiply-adds, channels in ascending order. torch adds in other orders: signs of products that are within
+// rounding of zero can differ, and norms by one unit of float16 in the last place.
+#pragma once
+
+#include "pack_page.cuh"
+
+namespace signpost {
+
+template <class S, class P>
+struct Sketcher {
+    using A = Shape<S, P>;
+    using L = PackLayout<S, P>;
+    static constexpr int D = A::D, TOKENS = A::TOKENS, ROW = D + 4, ROWS = 8;  // that a warp takes at once
+
+    Page<S, P>& page;
+    float* const residual;  // of a head [TOKENS][ROW]
+
+    __device__ explicit Sketcher(Page<S, P>& p) : page(p), residual(p.template at<float>(L::RESIDUAL_AT)) {}
+
+    // left(x, row, head, channel): what the parts before leave of a number. All threads.
+    template <class Left>
+    __device__ void encode(Left left) {
+        for (int head = 0; head < page.heads; ++head) {
+            fill(left, head, 0);
+            unsigned char* to = page.head_page(page.first_head + head);
+            signs<S::SKETCH>(page.params.sketch, to + S::SIGNS);
+            norms(to + S::NORMS);
+            if constexpr (S::OUTLIER_SKETCH > 0) {
+                fill(left, head, 1);
+                signs<S::OUTLIER_SKETCH>(page.params.outlier_sketch, to + S::OUTLIER_SIGNS);
+                norms(to + S::OUTLIER_NORMS);
+            }
+        }
+    }
+
+    // The head's residual, all but the channels of the other sketch.
+    template <class Left>
+    __device__ void fill(Left left, int head, int which) {
+        __syncthreads();
+        bool finite = true;
+        for (int i = threadIdx.x; i < TOKENS * D; i += A::THREADS) {
+            const int row = i / D, channel = i % D;
+            float x = left(page.number_at(row, head, channel), row, head, channel);
+            finite = finite && fabsf(x) <= FLOAT_MAX;
+            if constexpr (S::OUTLIER_SKETCH > 0) {
+                if ((page.params.outlier_mask[(page.first_head + head) * D + channel] ? 1 : 0) != which) x = 0.0f;
+            }
+            residual[row * ROW + channel] = x;
+        }
+        if (!finite) page.report(4);
+        __syncthreads();
+    }
+
+    template <int M>
+    __device__ void signs(const float* s, unsigned char* to) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int i = warp; i < TOKENS / ROWS * (M / 32); i += A::WARPS) {
+            const int word = i % (M / 32), first = i / (M / 32) * ROWS;
+            float sum[ROWS] = {};
+            for (int channel = 0; channel < D; channel += 4) {
+                float weight[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) weight[j] = s[(channel + j) * M + word * 32 + lane];
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) {
+                    const float4 x = *reinterpret_cast<const float4*>(residual + (first + row) * ROW + channel);
+                    sum[row] = fmaf(x.w, weight[3], fmaf(x.z, weight[2], fmaf(x.y, weight[1], fmaf(x.x, weight[0], sum[row]))));
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const unsigned positive = __ballot_sync(ALL_LANES, sum[row] >= 0.0f);
+                if (lane == 0) reinterpret_cast<unsigned*>(to)[A::token(page.slice, first + row) * (M / 32) + word] = positive;
+            }
+        }
+    }
+
+    __device__ void norms(unsigned char* to) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int row = warp; row < TOKENS; row += A::WARPS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int channel = lane; channel < D; channel += 32) sum = fmaf(residual[row * ROW + channel], residual[row * ROW + channel], sum);
+            sum = warp_sum(sum);
+            if (lane == 0) reinterpret_cast<F16*>(to)[A::token(page.slice, row)] = saturated(root(sum));
+        }
+    }
+};
+
+}  // namespace signpost

@@ -1,0 +1,30 @@
+// What a generated unit says of one side (keys or values) of a layer. All offsets and sizes are bytes, and all come from
+// artifacts/geometry.py; -1 means that there is no such field.
+//
+//   T               tokens per page
+//   BITS            of a code; 0: no dense part. CODES, TILE_BYTES: offset in the head's page, bytes of 16 tokens
+//   SCALES          how codes are scaled; SCALE_TOKENS x SCALE_CHANNELS numbers share a scale; SCALE, ZERO: offsets,
+//                   in the layer's record if SCALE_IN_RECORD, else in the head's page
+//   SPARSE          1: START (u32 [h_kv + 1]), COUNT (u8 [h_kv][T D / 256]), INDEX (u8), CORRECTION (f16) in the record
+//   RANK            of the factors, 0: none. LEFT (f16 [T][RANK], head's page), SEGMENT (u32, record), RIGHT (f16 [D][RANK], segment)
+//   SKETCH          sign bits per token and head, 0: none. SIGNS (u32 [T][SKETCH / 32]), NORMS (f16 [T]) in the head's page;
+//                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c
+//   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
+//   CENTER, ROTATE  1 where pages hold (x - mean) P
+//   SINKS, RECENT   of the window
+//   ROPE_DIM        channels of keys that are stored before RoPE and rotated on reading, 0: none; INTERLEAVED: pairs (2i, 2i+1)
+#pragma once
+
+namespace signpost {
+
+enum class Scales {
+    NONE,            // no dense part
+    CHANNEL_BUNDLE,  // per channel, from the bundle: f32 [h_kv][D]
+    CHANNEL_PAGE,    // per channel and SCALE_TOKENS tokens; keys: f16 [T / SCALE_TOKENS][D in artifacts/order.py's channel_order]
+    TOKEN,           // per token and SCALE_CHANNELS channels; keys: f16 [T][groups], values: f16 [groups][T]
+    NORM,            // per token: its norm, no zero point; f16 [T]
+};
+
+constexpr int TILE = 16;  // tokens that a warp takes at once
+
+}  // namespace signpost

@@ -1,0 +1,211 @@
+"""Attention over packed pages on a CUDA device: what a decode step launches for one layer.
+
+Nothing here allocates or synchronizes once the buffers of a batch size exist, so a step can be captured in a CUDA graph;
+lengths and block tables are read on the device.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import e as EULER
+from math import log2
+
+import torch
+from torch import Tensor
+
+from artifacts import PageGeometry
+from runtime import jit
+from runtime.parts.dense import codebook
+from runtime.rope import Rotation
+from runtime.units import attend_unit
+
+MOST_ROWS = 16  # query rows per kv head that one block takes
+HEAD_DIMS = (64, 128, 256)
+_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            "heads", "records", "segments", "table", "sinks", "window", "values", "scale", "zero", "mean", "rotation",
+            "sketch", "outlier_sketch", "outlier_mask",
+        )
+    ] + [("table_stride", ctypes.c_longlong), ("capacity", ctypes.c_longlong)]  # fmt: skip
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = [
+        ("key", _Side),
+        ("value", _Side),
+        *((name, ctypes.c_void_p) for name in ("q", "partial", "lengths", "offsets", "rope", "inv_freq")),
+        *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
+        *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
+        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m")),
+    ]
+
+
+class _Merge(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("partial", "out", "lengths", "rotation", "mean")),
+        *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head")),
+        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid")),
+    ]
+
+
+@dataclass(frozen=True)
+class PagedSide:
+    """Keys or values of one layer on the device.
+
+    heads, records, segments  bytes of the pool (`runtime.codec.PagePool`)
+    table                     int32 [b, pages], page ids
+    sinks                     [b, sinks, h_kv, d] in the model's dtype
+    window                    [b, capacity, h_kv, d]: token n behind the sinks stands at n % capacity
+    """
+
+    heads: Tensor
+    records: Tensor
+    segments: Tensor
+    table: Tensor
+    sinks: Tensor
+    window: Tensor
+
+
+class PagedAttention:
+    """Kernels for one layer's formats.
+
+    key, value  geometries; tables: the bundle's tensors of each side, on any device
+    rotation    the model's rotary embedding
+    h_q         query heads, a multiple of the kv heads
+    dtype       of queries, sinks, window and output: float16, bfloat16 or float32
+    Raises KernelError where the kernels do not cover the formats or the dimensions.
+    """
+
+    def __init__(
+        self,
+        key: PageGeometry,
+        value: PageGeometry,
+        key_tables: Mapping[str, Tensor],
+        value_tables: Mapping[str, Tensor],
+        rotation: Rotation,
+        h_q: int,
+        dtype: torch.dtype,
+        device: torch.device | str | int,
+    ):
+        check(key, value, h_q, dtype)
+        self.key, self.value, self.rotation, self.dtype = key, value, rotation, dtype
+        self.device = torch.device("cuda", jit._index(device))
+        self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
+        self.grid = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
+        angles = torch.arange(min(key.format.t, value.format.t), device=self.device, dtype=torch.float64)[
+            :, None
+        ] * rotation.inv_freq.to(self.device, torch.float64)
+        self._rope = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
+        self._inv_freq = rotation.inv_freq.to(self.device)
+        self._partials: dict[tuple[int, int, int], Tensor] = {}
+
+    def _on_device(self, side: PageGeometry, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tables of a side with the codebook among them."""
+        moved = {name: tensor.to(self.device).contiguous() for name, tensor in tables.items()}
+        if side.format.dense:
+            moved["values"] = codebook(side.format.dense, side.shape.d, moved, self.device).float().contiguous()
+        return moved
+
+    def module(self, rows: int) -> jit.Module:
+        """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
+        dtype = _NAMES[self.dtype]
+        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS))
+        return jit.load(unit, self.device)
+
+    def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
+        """A step of m new tokens for every sequence of a batch, whose tensors stay where they are.
+
+        lengths: int32 [b], cached tokens of each sequence with the m new ones, which stand in the windows already;
+        offsets: int32 [b], position of token 0. Both are read when the step runs. scale: of scores, usually d**-0.5.
+        """
+        return Step(self, key, value, lengths, offsets, m, scale)
+
+    def _side(self, index: int, side: PagedSide) -> _Side:
+        tables = self._tables[index]
+
+        def pointer(name: str) -> int | None:
+            return tables[name].data_ptr() if name in tables else None
+
+        return _Side(
+            side.heads.data_ptr(), side.records.data_ptr(), side.segments.data_ptr(), side.table.data_ptr(),
+            side.sinks.data_ptr(), side.window.data_ptr(), pointer("values"), pointer("scale"), pointer("zero"),
+            pointer("mean"), pointer("rotation"), pointer("sketch"), pointer("outlier_sketch"), pointer("outlier_mask"),
+            side.table.stride(0), side.window.shape[1],
+        )  # fmt: skip
+
+
+class Step:
+    """A planned step: `run` may be repeated and captured; see `PagedAttention.plan`."""
+
+    def __init__(
+        self, kernels: PagedAttention, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int,
+        scale: float,
+    ):  # fmt: skip
+        b, rows = lengths.numel(), kernels.g * m
+        module = kernels.module(rows)
+        self._attend, self._merge = module.kernel("attend"), module.kernel("merge")
+        self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
+        taken = min(rows, MOST_ROWS)
+        self._tiles, self._grid = -(-rows // taken), kernels.grid
+        slots = self._grid + 2 * b * kernels.h_kv
+        self.partial = torch.empty(
+            self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
+        )
+        self._kept = (key, value, lengths, offsets)
+        self._pairs, self._d, self._index = b * kernels.h_kv, kernels.d, kernels.device.index
+        values = kernels._tables[1]
+        sizes = (b, kernels.h_kv, kernels.g, m)
+        self.params = _Attend(
+            kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), lengths.data_ptr(),
+            offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(), 0, 0, 0,
+            kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
+        )  # fmt: skip
+        self.merge_params = _Merge(
+            self.partial.data_ptr(), 0, lengths.data_ptr(),
+            *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
+            0, 0, 0, *sizes, self._grid,
+        )  # fmt: skip
+
+    def run(self, q: Tensor, out: Tensor) -> None:
+        """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
+        params = self.params
+        params.q = q.data_ptr()
+        params.q_sequence, params.q_head, params.q_token, _ = q.stride()
+        stream = jit.current_stream(self._index)
+        self._attend.launch((self._grid, self._tiles, 1), self._threads, self._shared, params, stream)
+        self.merge(out)
+
+    def merge(self, out: Tensor) -> None:
+        """Adds up the partial results that `run` left into out [b, h_q, m, d]."""
+        params = self.merge_params
+        params.out = out.data_ptr()
+        params.out_sequence, params.out_head, params.out_token, _ = out.stride()
+        stream = jit.current_stream(self._index)
+        self._merge.launch((self._pairs, self._tiles, 1), self._d, 0, params, stream)
+
+
+def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:
+    """Raises KernelError where the kernels do not cover formats or dimensions."""
+    h_kv, d, t = key.shape.h_kv, key.shape.d, key.format.t
+    if d not in HEAD_DIMS:
+        raise jit.KernelError(f'head dimension {d}: the kernels have {HEAD_DIMS}; take device="cpu"')
+    if h_q % h_kv:
+        raise jit.KernelError(f"{h_q} query heads are not a multiple of {h_kv} kv heads")
+    if dtype not in _NAMES:
+        raise jit.KernelError(f"dtype {dtype}: the kernels take {', '.join(str(name) for name in _NAMES)}")
+    if {t, value.format.t} - {16, 32, 64, 128}:
+        raise jit.KernelError(
+            f"pages of {t} tokens of keys and {value.format.t} of values: the kernels take 16, 32, 64 or 128"
+        )
+    for name, side in (("key", key), ("value", value)):
+        if side.format.lowrank and side.format.lowrank.rank > 8:
+            raise jit.KernelError(f"{name}.lowrank.rank={side.format.lowrank.rank}: the kernels take at most 8")
+        dense = side.format.dense
+        if dense and dense.axis == "token" and dense.group % 16:
+            raise jit.KernelError(f"{name}.dense.group={dense.group}: the kernels take multiples of 16 channels")

@@ -1,0 +1,467 @@
+"""Packing on the GPU: numbers of a prompt or of the window become pages, by one kernel, without asking the host.
+
+`plan` decides how a format's pages are cut among CTAs, `pack_unit` writes the unit over `cuda/pack.cuh`, and `Packer`
+launches it on PyTorch's current stream: nothing is allocated and nothing is waited for, so a step can be captured in a
+CUDA graph. The bytes are those of the torch codec (`runtime.codec`), with these exceptions, where a sum is rounded in
+another order: norms (`normalize: norm`, sketches) by one unit of float16 in the last place, and what follows from them;
+signs of a sketch's products that are within rounding of zero; all of a rotated format's numbers in the last bits of float32.
+
+Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float32).
+Factors are found by torch (`runtime.parts.lowrank`, any device), which synchronizes: they cannot be captured in a graph.
+`Packer` does both, and then packs a sketch of what is left with a second kernel, if the format has one.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from artifacts import PageGeometry, Rope
+from artifacts.parts.sparse import BLOCK
+from runtime import jit
+from runtime.codec import Codec, PagePool
+from runtime.jit import KernelError, Unit
+from runtime.parts import dense, lowrank
+from runtime.rope import Rotation
+from runtime.units import side_struct
+
+INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
+HEAD_DIMS = (64, 128, 256)
+CLUSTER_LIMIT = 8  # CTAs of a portable cluster
+CANDIDATES = 256  # per warp: `PackLayout::CANDIDATES_PER_WARP`
+NO_PROMPT = (1 << 31) - 1
+
+# Dynamic shared bytes that a CTA can have, and all that an SM has.
+_SHARED = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_89": (99, 100), "sm_90a": (227, 228), "sm_100": (227, 228), "sm_120": (99, 100)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How pages are cut: see `cuda/pack_page.cuh`."""
+
+    select: str
+    per_end: int
+    slots: int
+    tokens: int
+    heads: int
+    ctas: int
+    cluster: bool
+    store: str
+    threads: int
+    shared: int  # bytes of a CTA
+    workspace: int  # bytes of a CTA
+
+
+def select_kind(geometry: PageGeometry) -> str:
+    """Which of `pack_page.cuh`'s ways to find outliers the sparse part has."""
+    part = geometry.format.sparse
+    if part is None:
+        return "NONE"
+    if part.axis == "token":
+        return "TOKEN"
+    return f"{part.axis.upper()}_{'BUNDLE' if part.thresholds == 'bundle' else 'PAGE'}"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A slice of `tokens` x `heads`, and what a CTA that packs `slices` of them, one at a time, needs."""
+
+    geometry: PageGeometry
+    rope_dim: int
+    input_bytes: int
+    tokens: int
+    heads: int
+
+    @property
+    def slices(self) -> int:
+        shape = self.geometry.shape
+        return shape.t // self.tokens * ceil(shape.h_kv / self.heads)
+
+    @property
+    def tile(self) -> int:
+        """Bytes of the slice's numbers."""
+        stored = 4 if self.geometry.format.rotate else self.input_bytes
+        return _align(self.heads * self.tokens * (self.geometry.shape.d + 8) * stored)
+
+    @property
+    def scales(self) -> int:
+        part, d = self.geometry.format.dense, self.geometry.shape.d
+        if part is None:
+            return 0
+        if part.spans_heads:
+            return self.tokens
+        rows, _, columns = part.scale_shape(self.geometry.shape)
+        return max(1, rows * self.tokens // self.geometry.shape.t) * self.heads * columns if rows > 1 else self.heads * d
+
+    def shared(self, store: str, per_cta: int, threads: int) -> int:
+        """Shared bytes: `PackLayout::BYTES`, which the unit asserts."""
+        shape, fmt = self.geometry.shape, self.geometry.format
+        d, select = shape.d, select_kind(self.geometry)
+        size = self.tile if store == "SHARED" else 0
+        size += _align(self.tokens * (d + 8) * 4) if fmt.rotate else 0
+        size += 16 * self.tokens + self.tokens * self.rope_dim // 2 * 8
+        size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
+        size += 3 * _align(4 * self.scales)
+        size += 2 * _align(4 * self.heads * d) if select == "CHANNEL_BUNDLE" else 0
+        if fmt.sparse:
+            blocks = shape.numbers // BLOCK
+            size += _align(4 * per_cta * self.heads * self.tokens * d // 32) + _align(blocks) + _align(4 * blocks + 4)
+        size += 8 * threads // 32 * CANDIDATES if select == "TOKEN" else 0
+        size += _align(self.tokens * (d + 4) * 4) if fmt.sketch else 0
+        return size + 256
+
+
+def _align(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str) -> Plan:
+    """How to cut pages for `arch`. rope: of keys that are stored before RoPE, or None.
+
+    Slices that must agree (outliers of all heads share a list) are a cluster's where there are clusters, else one CTA's.
+    Raises KernelError for shapes and dtypes without a kernel, and where a page does not fit.
+    """
+    shape, fmt = geometry.shape, geometry.format
+    if dtype not in INPUTS:
+        raise KernelError(f"numbers of {dtype}: the pack kernel takes {', '.join(map(str, INPUTS))}, or use the torch codec")
+    if shape.d not in HEAD_DIMS:
+        raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
+    if fmt.domain == "pre_rope" and rope is None:
+        raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
+    select, part = select_kind(geometry), fmt.dense
+    room, whole = (1024 * k for k in _SHARED[arch])
+    rope_dim = rope.dim if rope and fmt.domain == "pre_rope" else 0
+    spans = select == "TOKEN" or (part is not None and part.spans_heads)
+    together = part.group if part and part.axis == "channel" and part.group else 1
+    clusters = fmt.sparse is not None and arch not in ("sm_80", "sm_86", "sm_89")
+
+    def cut(tokens: int, heads: int) -> _Cut:
+        return _Cut(geometry, rope_dim, dtype.itemsize, tokens, heads)
+
+    tokens = [n for n in (8, *range(16, shape.t + 1, 16)) if shape.t % n == 0 and n % together == 0]
+    tokens = [n for n in tokens if (n >= 16 or together == 1) and (select != "CHANNEL_PAGE" or n == shape.t)]
+    heads = [shape.h_kv] if spans else range(1, shape.h_kv + 1)
+    cuts = [cut(n, h) for n in tokens for h in heads]
+
+    def made(c: _Cut, ctas: int, store: str) -> Plan:
+        threads = 512 if c.heads * c.tokens * shape.d > 1 << 14 else 256
+        per_cta = c.slices // ctas
+        workspace = c.heads * c.tokens * (shape.d + 8) * 4 if store == "WORKSPACE" else 0
+        slots = fmt.sparse.slots(shape) if fmt.sparse else 0
+        online = fmt.sparse is not None and fmt.sparse.thresholds == "online"
+        per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
+        size = c.shared(store, per_cta, threads)
+        return Plan(select, per_end, slots, c.tokens, c.heads, ctas, clusters and ctas > 1, store, threads, size, workspace)
+
+    def work(p: Plan) -> tuple[int, ...]:
+        # Small enough for three CTAs on an SM, then least work beside the numbers: angles and scales of each CTA.
+        beside = p.ctas * (p.tokens * rope_dim // 2 * 80 + p.heads * shape.d * 20)
+        crowd = min(3, whole // (p.shared + 1024))
+        return (-crowd, beside, p.ctas)
+
+    apart = [made(c, c.slices, "SHARED") for c in cuts if not fmt.sparse or (clusters and 1 < c.slices <= CLUSTER_LIMIT)]
+    alone = [made(c, 1, "SHARED") for c in cuts] if fmt.sparse else []
+    elsewhere = [made(c, 1 if fmt.sparse else c.slices, "WORKSPACE" if fmt.rotate else "INPUT") for c in cuts]
+    for options in (apart, alone, elsewhere):
+        fits = [p for p in options if p.shared <= room]
+        if fits:
+            if options is alone:  # one slice, if it can be, is read once
+                fits = [p for p in fits if p.tokens * p.heads == max(q.tokens * q.heads for q in fits)]
+            return min(fits, key=work)
+    least = min(p.shared for p in elsewhere)
+    raise KernelError(
+        f"a page of {shape.t} tokens x {shape.h_kv} kv heads x {shape.d} channels needs {least} bytes of shared memory to "
+        f"be packed, {arch} has {room}: take pages of fewer tokens (t), or use the torch codec"
+    )
+
+
+def pack_unit(name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str) -> Unit:
+    """The unit that packs pages of one side for `arch`; its entry is `pack`. Raises as `plan`."""
+    return _unit(name, "Side", geometry, rope, dtype, plan(geometry, rope, dtype, arch))
+
+
+def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
+    """For formats with factors and a sketch: packs the sketch of what is left (float32 [p, t, h_kv, d]), and no more."""
+    parts = "BITS = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
+    scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
+    return _unit(name, f"Left : Side {{ static constexpr int {parts}; {scales} }}", geometry, None, torch.float32, sketch_plan(geometry, arch))
+
+
+def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
+    """`plan` of `sketch_unit`."""
+    from dataclasses import replace
+
+    alone = replace(geometry.format, dense=None, sparse=None, lowrank=None, center=None, rotate=None, domain="post_rope")
+    return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
+
+
+def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, p: Plan) -> Unit:
+    shape = geometry.shape
+    numbers = {
+        "H": shape.h_kv,
+        "D": shape.d,
+        "VALUES": int(shape.side == "value"),
+        "PER_END": p.per_end,
+        "SLOTS": p.slots,
+        "TOKENS": p.tokens,
+        "HEADS": p.heads,
+        "CTAS": p.ctas,
+        "CLUSTER": int(p.cluster),
+        "THREADS": p.threads,
+    }
+    packed, _, body = side.partition(" ")
+    lines = [
+        '#include "pack.cuh"',
+        side_struct("Side", geometry, rope),
+        *([f"struct {packed} {body};"] if body else []),
+        "struct Plan {",
+        *(f"    static constexpr int {key} = {value};" for key, value in numbers.items()),
+        f"    using Input = {'' if dtype == torch.float32 else 'signpost::'}{INPUTS[dtype]};",
+        f"    static constexpr signpost::Select SELECT = signpost::Select::{p.select};",
+        f"    static constexpr signpost::Store STORE = signpost::Store::{p.store};",
+        "};",
+        f"static_assert(signpost::PackLayout<{packed}, Plan>::BYTES == {p.shared}, \"runtime/pack.py counts shared memory alike\");",
+        f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, \"runtime/pack.py has the same parameters\");",
+        f'extern "C" __global__ void __launch_bounds__(Plan::THREADS){f" __cluster_dims__({p.ctas}, 1, 1)" if p.cluster else ""}',
+        f"pack(const __grid_constant__ signpost::PackParams params) {{ signpost::pack<{packed}, Plan>(params); }}",
+    ]
+    return Unit(name, "\n".join(lines) + "\n", ("pack",))
+
+
+class Source(ctypes.Structure):
+    """Numbers: strides of sequences, tokens and heads."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("sequence", ctypes.c_longlong), ("token", ctypes.c_longlong), ("head", ctypes.c_longlong))
+
+
+_POINTERS = (
+    "table lengths offsets heads records edges values scale zero lower upper mean rotation inv_freq sketch outlier_sketch "
+    "outlier_mask residual workspace status"
+).split()
+
+
+class Params(ctypes.Structure):
+    """`signpost::PackParams`."""
+
+    _fields_ = (
+        ("prompt", Source),
+        ("ring", Source),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("table_stride", ctypes.c_longlong),
+        ("ring_capacity", ctypes.c_int),
+        ("prompt_first", ctypes.c_int),
+        ("first_page", ctypes.c_int),
+        ("fresh", ctypes.c_int),
+        ("capacity_pages", ctypes.c_int),
+        ("scaling", ctypes.c_float),
+        ("unscaling", ctypes.c_float),
+    )
+
+
+def source(x: Tensor) -> Source:
+    """x [b, tokens, h_kv, d] as a kernel takes it. Raises KernelError where channels or 16-byte pieces do not lie together."""
+    pieces = 16 // x.dtype.itemsize
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    if x.dim() != 4 or x.stride(3) != 1 or any(stride % pieces for stride in strides) or x.data_ptr() % 16:
+        raise KernelError(
+            f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces of "
+            "16 bytes of neighbouring channels; make them contiguous"
+        )
+    return Source(x.data_ptr(), *x.stride()[:3])
+
+
+STATUS = {
+    1: "a block table holds a page id outside the pool",
+    2: "a scale or zero point does not fit float16 (largest 65504): is the model sound?",
+    4: "keys or values hold NaN or infinity: check the model's dtype and weights",
+}
+
+
+class Packer:
+    """Packs pages of one side of one layer. Makes its tables and kernels once; `prompt` and `step` only launch.
+
+    codec: of the side, on a CUDA device. rotation: of the model, for keys stored before RoPE, or None. dtype: of the
+    numbers. capacity: bytes of work space at most, for formats whose rotated slices do not fit shared memory.
+    """
+
+    def __init__(self, codec: Codec, rotation: Rotation | None, dtype: torch.dtype, name: str = "pack"):
+        geometry, self.device = codec.geometry, codec.device
+        fmt, shape = geometry.format, geometry.shape
+        rope = rotation.rope if rotation and fmt.domain == "pre_rope" else None
+        arch = jit.arch_of(self.device)
+        self.codec, self.geometry, self.dtype = codec, geometry, dtype
+        self.plan = plan(geometry, rope, dtype, arch)
+        self.kernel = jit.load(pack_unit(name, geometry, rope, dtype, arch), self.device).kernel("pack")
+        self.tables = device_tables(codec, rotation if rope else None)
+        self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._sketcher = None
+        if fmt.lowrank and fmt.sketch:
+            self._sketch_plan = sketch_plan(geometry, arch)
+            self._sketcher = jit.load(sketch_unit(f"{name}-sketch", geometry, arch), self.device).kernel("pack")
+        self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        self._params = Params(status=self.status.data_ptr(), scaling=1.0, unscaling=1.0, prompt_first=NO_PROMPT)
+        for field, tensor in self.tables.items():
+            setattr(self._params, field, tensor.data_ptr())
+        if rope:
+            self._params.scaling, self._params.unscaling = scalings(rope)
+
+    def prompt(
+        self,
+        pool: PagePool,
+        table: Tensor,
+        x: Tensor,
+        first_page: int,
+        pages: int,
+        first_token: int = 0,
+        ring: Tensor | None = None,
+        offsets: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Packs `pages` pages from `first_page` on of every sequence into the ids that the table has for them.
+
+        x [b, n, h_kv, d]: tokens from number `first_token` on; older ones come from ring [b, capacity, h_kv, d], where
+        token n behind the sinks is at n % capacity. table int32 [b, at least first_page + pages]. offsets: int32 [b],
+        positions of token 0, or None. segments: int64, ids of segments to fill, for formats with factors: b times as many
+        as `geometry.segments` says for `pages` pages at once.
+        """
+        params = self._bound(pool, table, offsets)
+        params.prompt, params.prompt_first = source(self._checked(x)), first_token
+        if ring is not None:
+            params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
+        params.first_page, params.lengths = first_page, None
+        last = first_page * self.geometry.shape.t + self.geometry.format.window.sinks
+        if last < first_token and ring is None:
+            raise KernelError(f"page {first_page} begins at token {last}, before the first that is given ({first_token}): pass the ring")
+        self._run(params, pool, table, table.shape[0], pages, segments)
+
+    def step(
+        self,
+        pool: PagePool,
+        table: Tensor,
+        ring: Tensor,
+        lengths: Tensor,
+        fresh: int = 1,
+        offsets: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Packs the page that has just filled, for each sequence where one has: lengths, int32 [b], on the device, decide.
+
+        lengths: cached tokens, the last `fresh` (at most t) of them new since the last call. ring, table, offsets: as in
+        `prompt`. Formats with factors: not here, see `prompt`.
+        """
+        if self.geometry.format.lowrank:
+            raise KernelError("factors are found by torch, which needs to know on the host which pages fill: use `prompt`")
+        params = self._bound(pool, table, offsets)
+        params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
+        params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
+        self._run(params, pool, table, table.shape[0], 1, None)
+
+    def check(self) -> None:
+        """Waits for the kernels so far and raises KernelError if one of them met what it cannot pack."""
+        if found := int(self.status):
+            self.status.zero_()
+            raise KernelError("; ".join(text for bit, text in STATUS.items() if found & bit))
+
+    def _checked(self, x: Tensor) -> Tensor:
+        shape = self.geometry.shape
+        if x.dtype != self.dtype or x.device != self.status.device or tuple(x.shape[2:]) != (shape.h_kv, shape.d):
+            raise KernelError(
+                f"numbers {x.dtype} {tuple(x.shape)} on {x.device}: this packer takes {self.dtype} "
+                f"[b, tokens, {shape.h_kv}, {shape.d}] on {self.status.device}"
+            )
+        return x
+
+    def _bound(self, pool: PagePool, table: Tensor, offsets: Tensor | None) -> Params:
+        params = Params.from_buffer_copy(self._params)
+        params.table, params.table_stride = _int32(table, "block table"), table.stride(0)
+        params.offsets = None if offsets is None else _int32(offsets, "offsets")
+        params.heads, params.records = pool.heads.data_ptr(), pool.records.data_ptr()
+        params.capacity_pages = pool.capacity
+        return params
+
+    def _run(self, params: Params, pool: PagePool, table: Tensor, b: int, pages: int, segments: Tensor | None) -> None:
+        if not b or not pages:
+            return
+        residual = None
+        if self.geometry.format.lowrank:
+            shape = self.geometry.shape
+            residual = torch.empty(b * pages, shape.t, shape.h_kv, shape.d, device=self.device)
+            params.residual = residual.data_ptr()
+        if size := self.plan.ctas * pages * b * self.plan.workspace:
+            if self._workspace.numel() < size:
+                self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            params.workspace = self._workspace.data_ptr()
+        self._launch(self.kernel, self.plan, params, b, pages)
+        if residual is not None:
+            self._factorize(params, pool, table, residual, b, pages, segments)
+
+    def _launch(self, kernel: jit.Kernel, p: Plan, params: Params, b: int, pages: int) -> None:
+        kernel.launch((pages * p.ctas, b, 1), p.threads, p.shared, params, jit.current_stream(self._index))
+
+    def _factorize(
+        self, params: Params, pool: PagePool, table: Tensor, residual: Tensor, b: int, pages: int, segments: Tensor | None
+    ) -> None:
+        """Factors of what codes and outliers left, by torch; then the sketch of what the factors left, by a kernel."""
+        first, part, shape = params.first_page, self.geometry.format.lowrank, self.geometry.shape
+        each = self.geometry.segments(pages, pages)
+        if segments is None or segments.numel() != b * each:
+            have = 0 if segments is None else segments.numel()
+            raise KernelError(f"{b} x {pages} pages form {b * each} segments, {have} ids were given (segments=)")
+        assert part is not None
+        ids = table[:, first : first + pages].long()
+        left = residual.view(b, pages, shape.t, shape.h_kv, shape.d)
+        for i in range(b):
+            for k, group in enumerate(_groups(pages)):
+                x = left[i, group]
+                fields, product = lowrank.encode(part, shape, x, None, {}, x.shape[0])
+                place = i * each + k
+                pool.write(ids[i, group], fields, segments[place : place + 1])
+                x -= product
+        if self._sketcher is not None:
+            rest = Params.from_buffer_copy(params)
+            # Sequences and pages in the order in which they were written out; no token comes from elsewhere.
+            rest.prompt = source(left.flatten(1, 2))
+            rest.prompt_first = first * shape.t + self.geometry.format.window.sinks
+            rest.residual = None
+            self._launch(self._sketcher, self._sketch_plan, rest, b, pages)
+
+
+def _groups(pages: int) -> Iterator[slice]:
+    from artifacts.geometry import SEGMENT_PAGES
+
+    for first in range(0, pages, SEGMENT_PAGES):
+        yield slice(first, min(first + SEGMENT_PAGES, pages))
+
+
+def _int32(x: Tensor, what: str) -> int:
+    if x.dtype != torch.int32 or x.stride(-1) != 1:
+        raise KernelError(f"{what}: int32 whose entries lie side by side, not {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()
+
+
+def scalings(rope: Rope) -> tuple[float, float]:
+    """RoPE's factor on cos and sin, and what un-rotation multiplies by: as torch on CUDA divides by a Python number."""
+    squared = torch.tensor(rope.scaling**2)
+    return rope.scaling, float(1.0 / squared)
+
+
+def device_tables(codec: Codec, rotation: Rotation | None) -> dict[str, Tensor]:
+    """Contiguous float32 tensors (masks: uint8) that the kernel reads, by their names in `Params`."""
+    fmt, tables = codec.geometry.format, codec.tables
+    found: dict[str, Tensor] = {}
+    if fmt.dense:
+        found["values"] = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
+        found["edges"] = dense.edges(fmt.dense, found["values"], tables)
+    for name in ("scale", "zero", "lower", "upper", "mean", "rotation", "outlier_mask"):
+        if name in tables:
+            found[name] = tables[name]
+    for name in ("sketch", "outlier_sketch"):
+        if name in tables:
+            found[name] = tables[name].T
+    if rotation is not None:
+        found["inv_freq"] = rotation.inv_freq
+    return {name: (x if name == "outlier_mask" else x.float()).contiguous() for name, x in found.items()}

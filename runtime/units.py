@@ -1,0 +1,108 @@
+"""Generated CUDA units: a format as compile-time constants over the `.cuh` files of cuda/.
+
+A unit states the two sides of a layer as structs of constants (`Key`, `Value`: what pages hold and at which offsets, all
+from `artifacts.geometry`), the model's dimensions, and wraps the kernels of one `.cuh` file in extern "C" entry points.
+"""
+
+from artifacts import PageGeometry, Rope
+from artifacts.codes import RUN
+from artifacts.order import TILE
+from runtime.jit import Unit
+from runtime.parts.sketch import unbiasing
+
+
+def scale_kind(geometry: PageGeometry) -> str:
+    """Which of `sides.cuh`'s kinds of scales the dense part has."""
+    part = geometry.format.dense
+    if part is None:
+        return "NONE"
+    if part.normalize == "norm":
+        return "NORM"
+    if part.axis == "channel":
+        return "CHANNEL_BUNDLE" if part.scales == "bundle" else "CHANNEL_PAGE"
+    return "TOKEN"
+
+
+def side_struct(name: str, geometry: PageGeometry, rope: Rope | None) -> str:
+    """C++ struct of one side's constants, as `cuda/sides.cuh` describes them. rope: of keys stored before RoPE."""
+    fmt, shape = geometry.format, geometry.shape
+    dense, sparse, sketch = fmt.dense, fmt.sparse, fmt.sketch
+    rows, _, columns = dense.scale_shape(shape) if dense else (1, 1, 1)
+
+    def offset(field: str) -> int:
+        return geometry.fields[field].offset if field in geometry.fields else -1
+
+    def in_record(field: str) -> int:
+        return int(field in geometry.fields and geometry.fields[field].field.scope == "layer")
+
+    rotated = rope is not None and fmt.domain == "pre_rope"
+    numbers = {
+        "T": fmt.t,
+        "BITS": dense.bits if dense else 0,
+        "CODES": offset("codes"),
+        "TILE_BYTES": shape.d * TILE // RUN * dense.bits * 4 if dense else 0,
+        "SCALE_TOKENS": shape.t // rows,  # tokens that share a scale
+        "SCALE_CHANNELS": shape.d // columns if dense and not dense.spans_heads else shape.d,
+        "SCALE": offset("scale"),
+        "ZERO": offset("zero"),
+        "SCALE_IN_RECORD": in_record("scale"),
+        "SPARSE": int(sparse is not None),
+        "START": offset("start"),
+        "COUNT": offset("count"),
+        "INDEX": offset("index"),
+        "CORRECTION": offset("correction"),
+        "RANK": fmt.lowrank.rank if fmt.lowrank else 0,
+        "LEFT": offset("left"),
+        "RIGHT": offset("right"),
+        "SEGMENT": offset("segment"),
+        "SKETCH": sketch.m if sketch else 0,
+        "SIGNS": offset("signs"),
+        "NORMS": offset("norm"),
+        "OUTLIER_SKETCH": sketch.outlier_m if sketch else 0,
+        "OUTLIER_SIGNS": offset("outlier_signs"),
+        "OUTLIER_NORMS": offset("outlier_norm"),
+        "HEAD_BYTES": geometry.head_bytes,
+        "RECORD_BYTES": geometry.record_bytes,
+        "SEGMENT_BYTES": geometry.segment_bytes,
+        "CENTER": int(fmt.center is not None),
+        "ROTATE": int(fmt.rotate is not None),
+        "SINKS": fmt.window.sinks,
+        "RECENT": fmt.window.recent,
+        "ROPE_DIM": rope.dim if rope and rotated else 0,
+        "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
+    }
+    lines = [f"    static constexpr int {key} = {value};" for key, value in numbers.items()]
+    lines.append(f"    static constexpr signpost::Scales SCALES = signpost::Scales::{scale_kind(geometry)};")
+    lines.append(f"    static constexpr float UNBIASING = {unbiasing(sketch, shape.d) if sketch else 0.0!r}f;")
+    return "\n".join([f"struct {name} {{", *lines, "};"])
+
+
+def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int) -> Unit:
+    """Attention over pages of one layer's keys and values, and the merge of its partial results.
+
+    dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
+    """
+    d = key.shape.d
+    source = f"""#include "merge.cuh"
+{side_struct("Key", key, rope)}
+{side_struct("Value", value, None)}
+struct Shape {{
+    using Key = ::Key;
+    using Value = ::Value;
+    using Model = {dtype};
+    static constexpr int D = {d}, ROWS = {rows};
+}};
+using Plan = signpost::Plan<Shape>;
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_stages = Plan::STAGES;
+extern "C" __global__ void __launch_bounds__(Plan::THREADS, 1)
+attend(const __grid_constant__ signpost::AttendParams params) {{
+    extern __shared__ __align__(128) unsigned char shared[];
+    signpost::attend<Shape>(params, shared);
+}}
+extern "C" __global__ void __launch_bounds__({d})
+merge(const __grid_constant__ signpost::MergeParams params) {{
+    __shared__ float shared[{d}];
+    signpost::Merge<Shape>::run(params, shared);
+}}
+"""
+    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_stages"))

@@ -1,0 +1,119 @@
+"""The order of a page's numbers: by hand, as matrix instructions read it, and what kernels count on."""
+
+import numpy as np
+import pytest
+
+from artifacts import Dense, FormatError, PageShape
+from artifacts.codes import BITS, RUN
+from artifacts.order import LANES, TILE, channel_order, code_order, word_order
+from tests.oracles import order as oracle
+
+SIDES = pytest.mark.parametrize("side", ["key", "value"])
+HEADS = (64, 128, 256)
+WIDTHS = pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
+
+
+def lane_of(side, d):
+    """Which lane holds each number of a tile: [token, channel]."""
+    lanes = np.empty(TILE * d, int)
+    lanes[code_order(TILE, d, side)] = np.arange(TILE * d) // (d // 2)
+    return lanes.reshape(TILE, d)
+
+
+@SIDES
+@WIDTHS
+@pytest.mark.parametrize("t", [16, 32, 48, 128])
+def test_codes(t, d, side):
+    found = code_order(t, d, side)
+    assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side)
+    np.testing.assert_array_equal(np.sort(found), np.arange(t * d))
+
+
+@WIDTHS
+@pytest.mark.parametrize("bits", BITS)
+def test_words(d, bits):
+    found = word_order(d, bits)
+    assert found.tolist() == oracle.words(d, bits)
+    np.testing.assert_array_equal(np.sort(found), np.arange(TILE * d * bits // 32))
+
+
+@WIDTHS
+def test_channels(d):
+    found = channel_order(d)
+    assert found.tolist() == oracle.channels(d)
+    np.testing.assert_array_equal(np.sort(found), np.arange(d))
+
+
+@SIDES
+@pytest.mark.parametrize("d", HEADS)
+def test_registers_are_the_instructions_first_operand(d, side):
+    """PTX ISA, mma.m16n8k16, matrix A of 16-bit numbers: register i of lane 4 r + c holds row r + 8 (i % 2) and
+    columns 2 c + 8 (i // 2) and the next. Rows are tokens of keys and channels of values; the columns of a step may
+    stand for any 16 channels (tokens) as long as they do so in all lanes, because the other operand follows suit."""
+    lanes = code_order(TILE, d, side).reshape(LANES, d // 16, 4, 2)
+    for step in range(d // 16):
+        columns = {}
+        for lane in range(LANES):
+            r, c = divmod(lane, 4)
+            for stored, i in enumerate((0, 2, 1, 3)):
+                for e in (0, 1):
+                    token, channel = divmod(int(lanes[lane, step, stored, e]), d)
+                    row, column = (token, channel) if side == "key" else (channel - 16 * step, token)
+                    assert row == r + 8 * (i % 2)
+                    assert columns.setdefault(2 * c + 8 * (i // 2) + e, column) == column
+        assert len(set(columns.values())) == len(columns) == 16
+        if side == "value":
+            assert all(columns[token] == token for token in columns)
+
+
+@pytest.mark.parametrize("d", HEADS)
+def test_rotary_pairs_lie_in_one_lane(d):
+    lanes = lane_of("key", d)
+    for dim in range(16, d + 1, 16):
+        np.testing.assert_array_equal(lanes[:, : dim // 2], lanes[:, dim // 2 : dim])
+
+
+@pytest.mark.parametrize("d", HEADS)
+def test_interleaved_rotary_pairs_share_a_register(d):
+    registers = code_order(TILE, d, "key").reshape(-1, 2)
+    assert (registers[:, 0] % 2 == 0).all()
+    np.testing.assert_array_equal(registers[:, 1], registers[:, 0] + 1)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("d", HEADS)
+def test_loads_of_a_warp_are_contiguous(d, bits):
+    """4, 2 or 1 words a lane, the widest load that divides what a lane has: its n-th loads follow each other lane by
+    lane, and all of its loads together are its words in their own order."""
+    each = d // 2 * bits // LANES
+    width = max(w for w in (4, 2, 1) if each % w == 0)
+    loads = word_order(d, bits).reshape(-1, LANES, width)
+    for lane in range(LANES):
+        np.testing.assert_array_equal(loads[:, lane].reshape(-1), np.arange(lane * each, (lane + 1) * each))
+
+
+@pytest.mark.parametrize("d", HEADS)
+def test_a_load_of_eight_scales_is_what_two_steps_of_a_lane_need(d):
+    lanes = code_order(TILE, d, "key").reshape(8, 4, d // 16, 8) % d  # channels, by r, c and step
+    for number, scales in enumerate(channel_order(d).reshape(-1, 8)):
+        steps, c = divmod(number, 4)
+        for odd in (0, 1):
+            needed = lanes[:, c, 2 * steps + odd].reshape(8, 2, 4)  # both tokens of a lane have the same channels
+            assert (needed == scales[4 * odd : 4 * odd + 4]).all()
+
+
+@SIDES
+@pytest.mark.parametrize("t", [1, 8, 24, 100])
+def test_tokens_that_do_not_fill_tiles(t, side):
+    with pytest.raises(FormatError, match=rf"t={t} tokens .* tiles of 16: take a multiple of 16"):
+        Dense(4, "token").check(PageShape(t, 2, 128, side))
+
+
+@SIDES
+@WIDTHS
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_of_a_tile_fill_its_words(d, bits, side):
+    """Wherever a head's dimension is allowed, tiles have whole runs."""
+    (codes, *_) = Dense(bits, "token").page_fields(PageShape(32, 2, d, side))
+    assert codes.shape == (2, d * TILE * bits // 32)
+    assert codes.shape[1] % bits == d * TILE % RUN == 0

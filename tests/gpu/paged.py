@@ -1,0 +1,167 @@
+"""A filled cache as the kernels take it, made by the torch codec, and what float64 says of attention over it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from artifacts import PageGeometry
+from runtime.attention import PagedAttention, PagedSide
+from runtime.codec import Codec, PagePool
+from runtime.rope import Rotation
+from tests.formats import Case, cache_numbers
+
+DEVICE = "cuda"
+SPARE = 8  # window slots beyond the format's own: new tokens of one step
+
+
+@dataclass
+class FilledSide:
+    """One side: what the kernels see, and the numbers in full precision and as decoded, [b] of float64 [n, h_kv, d]."""
+
+    paged: PagedSide
+    decoded: list[Tensor]
+
+
+def numbers(n: int, h_kv: int, d: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """[n, h_kv, d] on the device, as `dtype` holds them."""
+    return torch.from_numpy(cache_numbers((n, h_kv, d), seed)).to(DEVICE).to(dtype)
+
+
+def fill(
+    geometry: PageGeometry, tables: dict[str, Tensor], rotation: Rotation | None, lengths: list[int], offsets: list[int],
+    m: int, dtype: torch.dtype, seed: int,
+) -> FilledSide:  # fmt: skip
+    """Sequences of these lengths, the last m tokens new; free pages, slots and table entries hold poison.
+
+    rotation: of keys stored before RoPE.
+    """
+    fmt, shape = geometry.format, geometry.shape
+    h_kv, d, t, window, b = shape.h_kv, shape.d, fmt.t, fmt.window, len(lengths)
+    codec = Codec(geometry, tables, DEVICE)
+    pages = [window.pages(n - m, t) for n in lengths]
+    total = sum(pages) + 3
+    pool = PagePool(geometry, total, DEVICE)
+    for store in (pool.heads, pool.records, pool.segments):
+        store.fill_(0xFF)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((b, max(pages) + 2), 0, dtype=torch.int32, device=DEVICE)
+    capacity = window.recent + t + SPARE
+    ring = torch.full((b, capacity, h_kv, d), torch.nan, dtype=dtype, device=DEVICE)
+    sinks = torch.full((b, window.sinks, h_kv, d), torch.nan, dtype=dtype, device=DEVICE)
+    decoded, segments = [], 0
+    for i, n in enumerate(lengths):
+        x = numbers(n, h_kv, d, seed + i, dtype)
+        first, packed = window.sinks, pages[i] * t
+        exact = x.double()
+        if pages[i]:
+            inside = x[first : first + packed].float()
+            positions = torch.arange(offsets[i] + first, offsets[i] + first + packed, device=DEVICE)
+            if rotation is not None:
+                inside = rotation.unrotate(inside.transpose(0, 1), positions).transpose(0, 1)
+            prompt = max(1, pages[i] - 1)  # the last page is one of decoded tokens
+            paged = inside.unflatten(0, (-1, t))
+            for done, part in ((0, paged[:prompt]), (prompt, paged[prompt:])):
+                if not part.shape[0]:
+                    continue
+                fields, approximation = codec.encode(part, part.shape[0])
+                ids = torch.tensor([order.pop() for _ in range(part.shape[0])], device=DEVICE)
+                places = None
+                if "segment" in fields:
+                    count = fields["right"].shape[0]
+                    places = torch.arange(segments, segments + count, device=DEVICE)
+                    segments += count
+                pool.write(ids, fields, places)
+                table[i, done : done + part.shape[0]] = ids.int()
+                y = approximation.flatten(0, 1).double()
+                at = positions[done * t : done * t + y.shape[0]]
+                exact[first + done * t : first + done * t + y.shape[0]] = turned(y, rotation, at) if rotation else y
+        sinks[i, : min(n, first)] = x[:first]
+        for token in range(first + packed, n):
+            ring[i, (token - first) % capacity] = x[token]
+        decoded.append(exact)
+    return FilledSide(PagedSide(pool.heads, pool.records, pool.segments, table, sinks, ring), decoded)
+
+
+def turned(x: Tensor, rotation: Rotation, positions: Tensor) -> Tensor:
+    """Keys float64 [n, h_kv, d] after RoPE, with angles in float64."""
+    angles = positions.double()[:, None, None] * rotation.inv_freq.double()
+    cos, sin = angles.cos() * rotation.rope.scaling, angles.sin() * rotation.rope.scaling
+    out = x.clone()
+    a, b = x[..., rotation.first], x[..., rotation.second]
+    out[..., rotation.first], out[..., rotation.second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last m of n tokens: q [h_q, m, d], k and v [n, h_kv, d] -> [h_q, m, d], in their dtype."""
+    h_q, m, _ = q.shape
+    k, v = (x.transpose(0, 1).repeat_interleave(h_q // x.shape[1], 0) for x in (k, v))
+    visible = torch.ones(m, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - m)
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@dataclass
+class Scene:
+    """A batch behind the kernels of one case."""
+
+    kernels: PagedAttention
+    key: FilledSide
+    value: FilledSide
+    lengths: Tensor
+    offsets: Tensor
+    m: int
+
+    @classmethod
+    def of(cls, case: Case, lengths: list[int], m: int = 1, dtype: torch.dtype = torch.float16) -> "Scene":
+        bundle = case.bundle()
+        rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], DEVICE)
+        offsets = [3 * i for i in range(len(lengths))]
+        sides, geometries, tables = [], [], []
+        for number, (side, fmt) in enumerate(case.sides()):
+            geometry = PageGeometry.of(fmt, case.h_kv, case.d, side)
+            found = {name: torch.as_tensor(x).to(DEVICE) for name, x in bundle.side_tensors(0, side).items()}
+            turn = rotation if side == "key" and fmt.domain == "pre_rope" else None
+            sides.append(fill(geometry, found, turn, lengths, offsets, m, dtype, 100 * number))
+            geometries.append(geometry)
+            tables.append(found)
+        kernels = PagedAttention(*geometries, *tables, rotation, case.h_q, dtype, DEVICE)
+        on_device = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lengths, offsets))
+        return cls(kernels, *sides, *on_device, m)
+
+    def query(self, seed: int = 5) -> Tensor:
+        """[b, h_q, m, d] in the kernels' dtype."""
+        h_q = self.kernels.g * self.kernels.h_kv
+        shape = (self.lengths.numel(), h_q, self.m, self.kernels.d)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, self.kernels.dtype)
+
+    def run(self, q: Tensor) -> Tensor:
+        """What the kernels say, [b, h_q, m, d]; the output is poisoned before."""
+        step = self.kernels.plan(
+            self.key.paged, self.value.paged, self.lengths, self.offsets, self.m, q.shape[-1] ** -0.5
+        )
+        out = torch.full_like(q, torch.nan)
+        step.run(q, out)
+        return out
+
+    def oracle(self, q: Tensor, i: int) -> Tensor:
+        """float64 [h_q, m, d] of sequence i."""
+        return attention(q[i].double(), self.key.decoded[i], self.value.decoded[i], q.shape[-1] ** -0.5)
+
+    def half(self, q: Tensor, i: int) -> Tensor:
+        """fp16 attention by PyTorch on the decoded keys and values, [h_q, m, d]."""
+        k, v = (
+            x[i].half().transpose(0, 1).repeat_interleave(self.kernels.g, 0)
+            for x in (self.key.decoded, self.value.decoded)
+        )
+        n = k.shape[1]
+        visible = torch.ones(self.m, n, dtype=torch.bool, device=q.device).tril(n - self.m)
+        return torch.nn.functional.scaled_dot_product_attention(q[i].half()[None], k[None], v[None], attn_mask=visible)[
+            0
+        ]
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    """||x - reference|| / ||reference||; not a number where x has one."""
+    return ((x.double() - reference).norm() / reference.norm()).item()

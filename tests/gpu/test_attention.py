@@ -1,0 +1,101 @@
+"""Attention kernels against float64, for every format of the shared list: needs a GPU."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+from artifacts import Rope  # noqa: E402
+from tests.formats import CASES, Case, kivi, kvquant  # noqa: E402
+
+if torch.cuda.is_available():
+    from tests.gpu.paged import Scene, relative
+
+ALLOWED = 2.0  # times the error of fp16 attention on the decoded numbers
+FLOOR = 4e-4  # half of float16's 2**-11 for output, probabilities and operands each: with few tokens nothing averages
+
+
+def errors(scene: "Scene") -> list[tuple[float, float]]:
+    """Our error and fp16 attention's, for every sequence."""
+    q = scene.query()
+    out = scene.run(q)
+    pairs = []
+    for i in range(scene.lengths.numel()):
+        reference = scene.oracle(q, i)
+        pairs.append((relative(out[i], reference), relative(scene.half(q, i), reference)))
+    return pairs
+
+
+def assert_close(scene: "Scene") -> None:
+    for ours, theirs in errors(scene):
+        assert ours <= max(ALLOWED * theirs, FLOOR), (ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_format(case: Case) -> None:
+    t = max(case.key.t, case.value.t)
+    assert_close(Scene.of(case, [1, t - 1, t, t + 1, 5 * t + 37, 1003]))
+
+
+def with_formats(formats, h_q=8, h_kv=8, d=128, rope=None) -> Case:
+    return Case("given", formats.key, formats.value, h_q, h_kv, d, rope or Rope(d, "half", 1.0, "default"))
+
+
+@pytest.mark.parametrize("g", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("formats", [kvquant(3), kivi(2)], ids=["kvquant", "kivi"])
+def test_query_heads_per_kv_head(g, formats) -> None:
+    assert_close(Scene.of(with_formats(formats, 2 * g, 2), [700, 130]))
+
+
+@pytest.mark.parametrize("m", [2, 5, 8])
+@pytest.mark.parametrize("g", [1, 4, 8])
+def test_several_new_tokens_are_causal(m, g) -> None:
+    assert_close(Scene.of(with_formats(kvquant(4), 2 * g, 2), [m, 64 + m, 900, 131], m))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_model_types(dtype) -> None:
+    scene = Scene.of(with_formats(kvquant(4)), [700, 65], dtype=dtype)
+    for ours, theirs in errors(scene):
+        # bfloat16 output alone has 2**-9.
+        assert ours <= (max(ALLOWED * theirs, FLOOR) if dtype == torch.float16 else 2**-8)
+
+
+@pytest.mark.parametrize("t", [16, 32, 128])
+def test_page_sizes(t) -> None:
+    assert_close(Scene.of(with_formats(kvquant(3, t)), [1, t, 700]))
+
+
+@pytest.mark.parametrize("recent", [(0, 128), (128, 0), (5, 77)])
+def test_windows_of_different_length(recent) -> None:
+    formats = kivi(2)
+    from dataclasses import replace
+
+    from artifacts import LayerFormat, Window
+
+    key, value = (replace(f, window=Window(0, r)) for f, r in zip((formats.key, formats.value), recent))
+    assert_close(Scene.of(with_formats(LayerFormat(key, value)), [1, 64, 65, 130, 200, 999]))
+
+
+def test_a_long_sequence() -> None:
+    assert_close(Scene.of(with_formats(kvquant(4), 2, 2), [100003, 17]))
+
+
+def test_a_captured_graph_follows_the_lengths() -> None:
+    scene = Scene.of(with_formats(kvquant(3), 4, 2), [900, 700, 64])
+    q = scene.query()
+    step = scene.kernels.plan(scene.key.paged, scene.value.paged, scene.lengths, scene.offsets, 1, q.shape[-1] ** -0.5)
+    out = torch.full_like(q, torch.nan)
+    step.run(q, out)
+    eager = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run(q, out)
+    whole = scene.lengths.clone()
+    scene.lengths.copy_(torch.tensor([10, 1, 2], dtype=torch.int32))  # garbage results, but nothing may break
+    graph.replay()
+    scene.lengths.copy_(whole)
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative(out, eager.double()) < 1e-3  # sums of outliers are added in any order

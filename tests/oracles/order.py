@@ -1,0 +1,79 @@
+"""Oracle of the order of a page's numbers, written out lane by lane after the prose of `artifacts.order`."""
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@cache
+def codes(t: int, d: int, side: str) -> list[tuple[int, int]]:
+    """Token and channel of every code of a head's page, tile by tile and one lane after the other."""
+    found = []
+    for first in range(0, t, 16):
+        for lane in range(32):
+            r, c = lane // 4, lane % 4
+            for step in range(d // 16):
+                if side == "key":
+                    pair = [8 * step + 2 * c, 8 * step + 2 * c + 1]
+                    channels = [*pair, d // 2 + pair[0], d // 2 + pair[1]]
+                    found += [(first + token, channel) for token in (r, r + 8) for channel in channels]
+                else:
+                    tokens = [2 * c, 2 * c + 1, 2 * c + 8, 2 * c + 9]
+                    found += [(first + token, 16 * step + row) for row in (r, r + 8) for token in tokens]
+    return found
+
+
+@cache
+def words(d: int, bits: int) -> list[int]:
+    """Which word of a tile, all of a lane's words before those of the next, stands where."""
+    count = d * bits // 2  # 16 d codes of so many bits, in words of 32
+    if d % 64:
+        return list(range(count))
+    each = count // 32
+    load = 4 if each % 4 == 0 else 2 if each % 2 == 0 else 1
+    found = []
+    for first in range(0, each, load):
+        for lane in range(32):
+            found += [lane * each + first + k for k in range(load)]
+    return found
+
+
+@cache
+def channels(d: int) -> list[int]:
+    """Which channel's scale stands where, for keys whose channels have scales of their own."""
+    found = []
+    for first in range(0, d // 16, 2):
+        for c in range(4):
+            for step in (first, first + 1):
+                for half in (0, d // 2):
+                    found += [half + 8 * step + 2 * c, half + 8 * step + 2 * c + 1]
+    return found
+
+
+def of_tokens(ordered: NDArray[np.generic], t: int, d: int, side: str) -> NDArray[np.generic]:
+    """Numbers [..., t * d] in the order of `codes` as [..., t, d]."""
+    out = np.empty((*ordered.shape[:-1], t, d), ordered.dtype)
+    for i, (token, channel) in enumerate(codes(t, d, side)):
+        out[..., token, channel] = ordered[..., i]
+    return out
+
+
+def of_lanes(stored: NDArray[np.generic], d: int, bits: int) -> NDArray[np.generic]:
+    """Words [..., tile, words] as they stand in a page, one lane's after the other's: [..., words of all tiles]."""
+    out = np.empty_like(stored)
+    for place, word in enumerate(words(d, bits)):
+        out[..., word] = stored[..., place]
+    return out.reshape(*stored.shape[:-2], -1)
+
+
+def of_scales(stored: NDArray[np.generic], side: str, axis: str) -> NDArray[np.generic]:
+    """Scales or zero points as a page stores them, with rows of tokens and columns of channels: [..., T, C]."""
+    if side == "value" and axis == "token":
+        return np.swapaxes(stored, -1, -2)
+    if side == "key" and axis == "channel":
+        out = np.empty_like(stored)
+        for place, channel in enumerate(channels(stored.shape[-1])):
+            out[..., channel] = stored[..., place]
+        return out
+    return stored

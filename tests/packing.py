@@ -1,0 +1,124 @@
+"""What tests of packing share: numbers and tables whose sums are exact in any order, and pages as the torch codec makes them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from artifacts import Format, PageGeometry
+from artifacts.geometry import SEGMENT_PAGES
+from runtime.codec import Codec, PagePool, join_fields
+from runtime.rope import Rotation
+from tests.formats import CASES, cache_numbers, kivi, kvquant, random_tensors
+
+GRID = 8.0  # numbers on a grid of 1 / 8
+
+
+def exact_tensors(fmt: Format, h_kv: int, d: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of the bundle with which every sum over channels is exact, or one of two terms.
+
+    The rotation is a permutation with signs, rows of a sketch have two entries, means lie on the grid.
+    """
+    rng = np.random.default_rng(seed)
+    tensors = dict(random_tensors(fmt, h_kv, d, seed))
+    if fmt.rotate:
+        tensors["rotation"] = (np.eye(d)[rng.permutation(d)] * rng.choice([-1, 1], d)).astype(np.float32)
+    if fmt.center:
+        tensors["mean"] = on_grid(tensors["mean"])
+    for name in ("sketch", "outlier_sketch"):
+        if name in tensors:
+            rows = np.zeros_like(tensors[name])
+            for row in rows:
+                row[rng.permutation(d)[:2]] = rng.choice([-1, 1], 2)
+            tensors[name] = rows
+    return tensors
+
+
+def on_grid(x: np.ndarray) -> np.ndarray:
+    return (np.round(x * GRID) / GRID).astype(np.float32)
+
+
+def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """Numbers [..., h_kv, d]: `smooth` like a cache's; `grid`: on a grid, so that many are equal and squares add up exactly;
+    `equal`: few distinct ones; `huge`: one head holds nearly all outliers."""
+    x = cache_numbers(shape, seed)
+    if kind == "grid":
+        x = on_grid(x.clip(-31, 31))
+    elif kind == "equal":
+        x = np.sign(x) * (np.abs(x) > 2)
+    elif kind == "huge":
+        x[..., 0, :] *= 50
+    return torch.from_numpy(x.astype(np.float32)).to(dtype)
+
+
+def reference(
+    codec: Codec, rotation: Rotation | None, x: Tensor, first_page: int, pages: int, offset: int
+) -> dict[str, Tensor]:
+    """Fields of pages of one sequence x [n, h_kv, d], all its tokens, by the torch codec as `runtime.cache.Side` runs it."""
+    t, sinks = codec.geometry.shape.t, codec.geometry.format.window.sinks
+    first = sinks + first_page * t
+    leaving = x[first : first + pages * t]
+    if rotation is not None and codec.geometry.format.domain == "pre_rope":
+        positions = torch.arange(offset + first, offset + first + leaving.shape[0], device=x.device)
+        leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
+    groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
+    return join_fields([codec.encode(group, group.shape[0])[0] for group in groups])
+
+
+def poisoned(geometry: PageGeometry, capacity: int, device: torch.device | str = "cpu", segments: int = 0) -> PagePool:
+    """A pool whose every byte is 0xFF."""
+    pool = PagePool(geometry, capacity, device, segments)
+    for store in (pool.heads, pool.records, pool.segments):
+        store.fill_(0xFF)
+    return pool
+
+
+def differences(got: PagePool, wanted: PagePool, loose: Iterable[str] = ()) -> list[str]:
+    """What differs between two pools, byte for byte; fields in `loose` may differ by one unit of float16 in the last place."""
+    found = []
+    got, wanted = (_copied(pool) for pool in (got, wanted))
+    for name in loose:
+        mine, theirs = got.field(name).view(torch.int16).int(), wanted.field(name).view(torch.int16).int()
+        if worst := int((mine - theirs).abs().max()) > 1:
+            found.append(f"{name}: off by {worst} units in the last place")
+        got.field(name).copy_(wanted.field(name))
+    for name, placed in wanted.geometry.fields.items():
+        if placed.field.scope == "segment":
+            continue
+        mine, theirs = got.field(name), wanted.field(name)
+        if mine.dtype == torch.float16:
+            mine, theirs = mine.view(torch.int16), theirs.view(torch.int16)
+        if not torch.equal(mine, theirs):
+            where = (mine != theirs).nonzero()
+            first = tuple(where[0].tolist())
+            found.append(
+                f"{name}: {len(where)} of {mine.numel()} differ, first at {first}: {mine[first]} instead of {theirs[first]}"
+            )
+    if not found:
+        for name in ("heads", "records"):
+            if not torch.equal(getattr(got, name), getattr(wanted, name)):
+                found.append(f"{name}: bytes between fields or of other pages are touched")
+    return found
+
+
+def _copied(pool: PagePool) -> PagePool:
+    copy = PagePool(pool.geometry, pool.capacity, "cpu", pool.segments.shape[0])
+    for name in ("heads", "records", "segments"):
+        getattr(copy, name).copy_(getattr(pool, name))
+    return copy
+
+
+def sides() -> list[tuple[str, PageGeometry, Any]]:
+    """Name, geometry and the model's RoPE of both sides of all cases and of the recipes that are fast."""
+    found = []
+    for case in CASES:
+        found += [
+            (f"{case.name}.{side}", PageGeometry.of(fmt, case.h_kv, case.d, side), case.rope) for side, fmt in case.sides()
+        ]
+    for name, formats in (("kvquant4", kvquant(4)), ("kvquant2", kvquant(2)), ("kivi2", kivi(2))):
+        rope = CASES[1].rope
+        for side, fmt in (("key", formats.key), ("value", formats.value)):
+            found.append((f"{name}.{side}", PageGeometry.of(fmt, 8, 128, side), rope))
+    return found
