@@ -1,13 +1,13 @@
 """In which order a page stores its numbers: the order in which a warp's matrix instructions want them.
 
 A page is stored in tiles of 16 tokens. Within a tile, lane `4 r + c` (r < 8, c < 4) of a warp finds the d / 2 numbers
-that it holds as first operand of the 16 x 8 x 16 matrix instruction, each two that share a register side by side:
+that it holds as first operand of the 16 x 8 x 16 matrix instruction, register by register, two in each:
 
-- keys, 16 tokens by d channels: for each step s of d / 16, tokens r and r + 8, and of both the channels 8 s + 2 c and
-  the next in the first and in the second half of the head. Both channels of a rotary pair lie in one lane, if the
-  rotary dimension is a multiple of 16.
-- values, d channels by 16 tokens: for each 16 channels, channels r and r + 8, and of both the tokens 2 c, 2 c + 1,
-  2 c + 8 and 2 c + 9.
+- keys, 16 tokens by d channels: for each step s of d / 16, the channels 8 s + 2 c and the next in the first half of the
+  head, of tokens r and r + 8, and then those in the second half. Both channels of a rotary pair lie in one lane, if
+  the rotary dimension is a multiple of 16.
+- values, d channels by 16 tokens: for each 16 channels, the tokens 2 c and 2 c + 1 of channels r and r + 8, and then
+  the tokens 2 c + 8 and 2 c + 9.
 
 The codes of one lane follow each other in runs (`artifacts.codes`); the words of the lanes are interleaved, four of
 each lane at a time (or two, or one: the most that divides what a lane has), so that a warp's loads read 512 (256, 128)
@@ -30,7 +30,7 @@ LANES = 32
 @cache
 def code_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
     """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d]."""
-    tile, r, c, step, upper, half, e = np.ogrid[: t // TILE, :8, :4, : d // 16, :2, :2, :2]
+    tile, r, c, step, half, upper, e = np.ogrid[: t // TILE, :8, :4, : d // 16, :2, :2, :2]
     if side == "key":
         token, channel = tile * TILE + upper * 8 + r, half * (d // 2) + 8 * step + 2 * c + e
     else:

@@ -3,8 +3,8 @@
     python -m benchmarks.decode_attention --out decode.json [--shapes llama2-7b@1x131072 ...] [--formats nuq4-1 ...]
 
 Pages are made by the torch codec from numbers like a cache's (channels that differ in mean and spread, heavy tails) and
-repeated until the cache is full. Both sides run from CUDA graphs and go round among caches that are together larger than
-the L2 cache. Times are medians in microseconds per step and layer, merge included.
+repeated until the cache is full. Both sides run from CUDA graphs and go round among caches that are together larger
+than the L2 cache. Times are medians in microseconds per step and layer, merge included.
 """
 
 import argparse
@@ -31,12 +31,13 @@ L2_BYTES = 60 << 20  # of an H200, and some more
 MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8)}  # query heads, kv heads
 
 
-def nuq(bits: int) -> LayerFormat:
-    """KVQuant with 1% outliers."""
+def nuq(bits: int, outliers: bool = True) -> LayerFormat:
+    """KVQuant with 1% outliers, or without."""
     window = Window(sinks=1)
+    key, value = (Sparse(0.01, "channel", "bundle"), Sparse(0.01, "token", "online")) if outliers else (None, None)
     return LayerFormat(
-        Format(64, Dense(bits, "channel", 0, "nuq", "bundle"), Sparse(0.01, "channel", "bundle"), window, "pre_rope"),
-        Format(64, Dense(bits, "token", 0, "nuq"), Sparse(0.01, "token", "online"), window),
+        Format(64, Dense(bits, "channel", 0, "nuq", "bundle"), key, window, "pre_rope"),
+        Format(64, Dense(bits, "token", 0, "nuq"), value, window),
     )
 
 
@@ -55,6 +56,8 @@ FORMATS: dict[str, LayerFormat] = {
     "nuq4-1": nuq(4),
     "nuq3-1": nuq(3),
     "nuq2-1": nuq(2),
+    "nuq4": nuq(4, outliers=False),
+    "nuq2": nuq(2, outliers=False),
     "kivi4-g32": kivi(4),
     "kivi2-g32": kivi(2),
     "gear-l2": kivi(2, 64, LowRank(4, 2)),
@@ -173,8 +176,8 @@ def timed(steps: list[Callable[[], None]], seconds: float = 0.25) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes per second of a large copy on the device, read plus written."""
-    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
-    return 2 * a.nbytes / (timed([lambda: b.copy_(a)]) * 1e-6)
+    a, b = (torch.randn(1 << 28, device="cuda") for _ in range(2))
+    return 2 * a.nbytes / (timed([lambda: torch.neg(a, out=b)]) * 1e-6)
 
 
 def fp16_us(b: int, n: int, h_q: int, h_kv: int) -> float:

@@ -8,7 +8,7 @@
 //
 // A tile: keys become first operands in registers (look up codes, scale, add factors, rotate), the matrix instruction gives
 // scores of 16 tokens by 8 rows; these become probabilities, which are transposed into second operands for the values.
-// Outliers are added to scores and outputs, one lane an outlier. Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned
+// Outliers are put where the lane finds them that holds their number (cuda/sparse.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned
 // by the page's first position n0 (cuda/rope.cuh), the key by j, whose sines a lane keeps in registers.
 #pragma once
 
@@ -71,8 +71,9 @@ struct Attend {
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     static constexpr bool SPARSE = K::SPARSE || V::SPARSE;
     // Where scales need not touch the numbers.
-    static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
+    static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
+    static constexpr bool FIXED = !ROPE && NT == 1 && WARPS < 16;
     using KeyStage = Stage<K, D, true>;
     using ValueStage = Stage<V, D, false>;
     using KeyRope = Rope<K, D>;
@@ -83,8 +84,7 @@ struct Attend {
     static constexpr int QUERY_BUFFERS = ROPE ? 2 * GROUPS : 1;
     static constexpr int KEY_TABLE = 0;
     static constexpr int VALUE_TABLE = KEY_TABLE + (K::BITS ? Table<K::BITS ? K::BITS : 1>::BYTES : 0);
-    static constexpr int ROPE_TABLE = VALUE_TABLE + (V::BITS ? Table<V::BITS ? V::BITS : 1>::BYTES : 0);
-    static constexpr int QUERY = ROPE_TABLE + (ROPE ? T * K::ROPE_DIM / 2 * 4 : 0);           // f32 [8 NT][D]
+    static constexpr int QUERY = VALUE_TABLE + (V::BITS ? Table<V::BITS ? V::BITS : 1>::BYTES : 0);  // f32 [8 NT][D]
     static constexpr int PAGED_QUERY = QUERY + 8 * NT * D * 4;                                // f32 [8 NT][D]
     static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? 8 * NT * D * 4 : 0);      // f16
     static constexpr int PAGED_OPERAND = EXACT_OPERAND + QUERY_WORDS * 4;                     // f16 [buffers]
@@ -92,12 +92,13 @@ struct Attend {
     static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + K::SKETCH * 8 * NT * 2;
     static constexpr int SHIFT = OUTLIER_OPERAND + K::OUTLIER_SKETCH * 8 * NT * 2;            // f32 [8 NT]: query times mean
     static constexpr int QUERY_SUM = SHIFT + 8 * NT * 4;                                      // f32 [8 NT]
-    static constexpr int VALUE_SCALE = QUERY_SUM + 8 * NT * 4;                                // f16 pairs (scale, zero) [D]
-    static constexpr int TILE_ROWS = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);  // f32 [WARPS][16][8 NT]
-    static constexpr int OUTLIER_SUMS = TILE_ROWS + (SPARSE ? WARPS * TILE * 8 * NT * 4 : 0);          // f32 [WARPS][ROWS][D]
-    static constexpr int STATE = OUTLIER_SUMS + (V::SPARSE ? WARPS * ROWS * D * 4 : 0);       // f32 [3][WARPS][8 NT]
+    static constexpr int KEY_SCALE = (QUERY_SUM + 8 * NT * 4 + 15) / 16 * 16;                 // f16 [D] in channel_order, also zero
+    static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 2 * D : 0);
+    static constexpr int VALUE_SCALE = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 2 * D : 0);  // f16 pairs (scale, zero) [D]
+    static constexpr int STATE = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);  // f32 [3][WARPS][8 NT]
     static constexpr int OUTPUT = STATE + 3 * WARPS * 8 * NT * 4;                             // f32 [ROWS][D]
-    static constexpr int RING = (OUTPUT + ROWS * D * 4 + 127) / 128 * 128;
+    static constexpr int CORRECTIONS = (OUTPUT + ROWS * D * 4 + 127) / 128 * 128;              // [WARPS]
+    static constexpr int RING = CORRECTIONS + (SPARSE ? WARPS * Corrections<D>::BYTES : 0);
     static constexpr int SHARED = RING + WARPS * STAGES * STAGE_BYTES;
 
     const AttendParams& params;
@@ -109,8 +110,8 @@ struct Attend {
     // A warp's own state. Columns 2c and 2c + 1 of each block of rows.
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[STEPS][NT][4];  // channels 16 u + r (+ 8) by columns
-    unsigned key_scale[K::SCALES == Scales::CHANNEL_BUNDLE ? STEPS : 1][2], key_zero[K::SCALES == Scales::CHANNEL_BUNDLE ? STEPS : 1][2];
     KeyRope rope;
+    unsigned query[FIXED ? STEPS : 1][2];  // the paged query, where no page turns it
     unsigned key_right[K::RANK ? STEPS : 1][2], value_right[V::RANK ? STEPS : 1][2];
     int key_segment, value_segment;
     SparseList<D> key_list, value_list;
@@ -132,13 +133,13 @@ struct Attend {
     __device__ __forceinline__ int units_of(int b) const { return units(params.lengths[b] - params.m); }
 
     __device__ __forceinline__ void run() {
+        if (shared_address(shared) != SIGNPOST_SHARED_START) __trap();
         if constexpr (K::BITS > 0) Table<K::BITS>::fill(shared + KEY_TABLE, params.key.values);
         if constexpr (V::BITS > 0) Table<V::BITS>::fill(shared + VALUE_TABLE, params.value.values);
-        if constexpr (ROPE) {
-            for (int i = threadIdx.x; i < T * K::ROPE_DIM / 2; i += THREADS) words(ROPE_TABLE)[i] = pack(params.rope[i].x, params.rope[i].y);
-            __syncthreads();
-            rope.load(words(ROPE_TABLE), tile * TILE, r, c);
+        if constexpr (SPARSE) {
+            for (int i = threadIdx.x; i < WARPS * Corrections<D>::BYTES / 4; i += THREADS) words(CORRECTIONS)[i] = 0u;
         }
+        if constexpr (ROPE) rope.load(params.rope, tile * TILE, r, c);
         long long total = 0;
         for (int b = 0; b < params.b; ++b) total += static_cast<long long>(units_of(b)) * params.h_kv;
         const long long first = total * blockIdx.x / gridDim.x, last = total * (blockIdx.x + 1) / gridDim.x;
@@ -202,10 +203,6 @@ struct Attend {
             }
         }
         key_segment = value_segment = -1;
-        if constexpr (V::SPARSE) {
-            for (int i = lane; i < ROWS * D; i += 32) floats(OUTLIER_SUMS)[warp * ROWS * D + i] = 0.f;
-        }
-        __syncwarp();
     }
 
     // ---- the query ----
@@ -262,20 +259,23 @@ struct Attend {
         if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, SKETCH_OPERAND, false);
         if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, OUTLIER_OPERAND, true);
         if constexpr (K::SCALES == Scales::CHANNEL_BUNDLE) {
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int at = head * D + half * (D / 2) + 8 * s + 2 * c;
-                    key_scale[s][half] = pack(params.key.scale[at], params.key.scale[at + 1]);
-                    key_zero[s][half] = pack(params.key.zero[at], params.key.zero[at + 1]);
-                }
+            for (int i = threadIdx.x; i < D; i += THREADS) {  // in the order of pages with scales of their own
+                const int channel = (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
+                reinterpret_cast<__half*>(shared + KEY_SCALE)[i] = to_half(params.key.scale[head * D + channel]);
+                reinterpret_cast<__half*>(shared + KEY_ZERO)[i] = to_half(params.key.zero[head * D + channel]);
             }
         }
         if constexpr (V::SCALES == Scales::CHANNEL_BUNDLE) {
             for (int i = threadIdx.x; i < D; i += THREADS) words(VALUE_SCALE)[i] = pack(params.value.scale[head * D + i], params.value.zero[head * D + i]);
         }
         __syncthreads();
+        if constexpr (FIXED) {
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const uint2 b = operand_pair(words(PAGED_OPERAND), 0, s);
+                query[s][0] = b.x, query[s][1] = b.y;
+            }
+        }
     }
 
     // c / M * S q as second operands: of the outlier channels or of all others.
@@ -342,7 +342,7 @@ struct Attend {
     __device__ __forceinline__ void open_list(const SideParams& side, const unsigned char* stage, SparseList<D>& list, int unit) const {
         const int id = *reinterpret_cast<const int*>(stage + SideStage::START + 8);
         const unsigned start = *reinterpret_cast<const unsigned*>(stage + SideStage::START);
-        list.open(stage + SideStage::COUNT, start, page_record<S>(side, id), S::INDEX, S::CORRECTION, tile_of<S>(unit), lane);
+        list.template open<S::T / TILE>(stage + SideStage::COUNT, start, page_record<S>(side, id), S::INDEX, S::CORRECTION, tile_of<S>(unit), lane);
     }
 
     // Tiles of pages from ... to - 1: KP, VP say which sides are packed.
@@ -356,36 +356,41 @@ struct Attend {
         PageIds<K> key_ids(params.key.table + sequence * params.key.table_stride, mine, to, lane);
         PageIds<V> value_ids(params.value.table + sequence * params.value.table_stride, mine, to, lane);
         unsigned char* ring = shared + RING + warp * (STAGES * STAGE_BYTES);
-        auto stage_of = [&](int i) { return ring + i % STAGES * STAGE_BYTES; };
+        unsigned char *const ring_end = ring + STAGES * STAGE_BYTES, *filling = ring, *stage = ring;
+        auto after = [&](unsigned char* at) { return at + STAGE_BYTES == ring_end ? ring : at + STAGE_BYTES; };
         auto issue = [&](int i) {
             if (i < count) {
-                if constexpr (KP) copy_side<K, KeyStage>(params.key, stage_of(i), key_ids.get(i), mine + i * GROUPS);
-                if constexpr (VP) copy_side<V, ValueStage>(params.value, stage_of(i) + KeyStage::BYTES, value_ids.get(i), mine + i * GROUPS);
+                if constexpr (KP) copy_side<K, KeyStage>(params.key, filling, key_ids.get(i), mine + i * GROUPS);
+                if constexpr (VP) copy_side<V, ValueStage>(params.value, filling + KeyStage::BYTES, value_ids.get(i), mine + i * GROUPS);
                 if (i % 32 == 31) key_ids.advance(), value_ids.advance();
             }
+            filling = after(filling);
             copy_commit();
         };
         for (int i = 0; i < STAGES - 1; ++i) issue(i);
         PageAngles angles;
-        if constexpr (ROPE && KP) angles.start(*this, mine);
+        if constexpr (ROPE && KP) {
+            angles.start(*this, mine);
+            angles.turn_query(*this, 0);
+        }
         if constexpr (KEY_LIST || VALUE_LIST) {
             copy_wait<STAGES - 2>();
             __syncwarp();
-            if constexpr (KEY_LIST) open_list<K, KeyStage>(params.key, stage_of(0), key_list, mine);
-            if constexpr (VALUE_LIST) open_list<V, ValueStage>(params.value, stage_of(0) + KeyStage::BYTES, value_list, mine);
+            if constexpr (KEY_LIST) open_list<K, KeyStage>(params.key, stage, key_list, mine);
+            if constexpr (VALUE_LIST) open_list<V, ValueStage>(params.value, stage + KeyStage::BYTES, value_list, mine);
         }
         for (int i = 0; i < count; ++i) {
-            if constexpr (ROPE && KP) angles.turn_query(*this, i);
+            if constexpr (ROPE && KP) group_barrier(1 + group, 32 * TILES);  // the query is turned, and the one before last is read
             copy_wait<PENDING>();
             __syncwarp();
-            const unsigned char* stage = stage_of(i);
             const int token = K::SINKS + (mine + i * GROUPS) * T + tile * TILE;
             float score[NT][4];
             if constexpr (KP) {
                 paged_scores(stage, i, score);
                 if constexpr (KEY_LIST) {
-                    if (i + 1 < count) open_list<K, KeyStage>(params.key, stage_of(i + 1), key_list, mine + (i + 1) * GROUPS);
+                    if (i + 1 < count) open_list<K, KeyStage>(params.key, after(stage), key_list, mine + (i + 1) * GROUPS);
                 }
+                if constexpr (ROPE) angles.turn_query(*this, i + 1);
             } else {
                 exact_scores(token, score);
             }
@@ -393,12 +398,13 @@ struct Attend {
             if constexpr (VP) {
                 paged_values(stage + KeyStage::BYTES, score);
                 if constexpr (VALUE_LIST) {
-                    if (i + 1 < count) open_list<V, ValueStage>(params.value, stage_of(i + 1) + KeyStage::BYTES, value_list, mine + (i + 1) * GROUPS);
+                    if (i + 1 < count) open_list<V, ValueStage>(params.value, after(stage) + KeyStage::BYTES, value_list, mine + (i + 1) * GROUPS);
                 }
             } else {
                 exact_values(token, score);
             }
             __syncwarp();
+            stage = after(stage);
             issue(i + STAGES - 1);
         }
         copy_wait<0>();
@@ -434,13 +440,12 @@ struct Attend {
                     const float cosine = angle[k].cosine * a.params.rope_scaling, sine = angle[k].sine * a.params.rope_scaling;
                     for (int n = thread % LANES_OF_PAIR; n < ROWS; n += LANES_OF_PAIR) {
                         const float x = q[n * D + first], y = q[n * D + second];
-                        to[operand_half(n, first)] = to_half(x * cosine + y * sine);
-                        to[operand_half(n, second)] = to_half(y * cosine - x * sine);
+                        to[operand_half(n, first)] = __float2half_rn(x * cosine + y * sine);
+                        to[operand_half(n, second)] = __float2half_rn(y * cosine - x * sine);
                     }
                     angle[k].next();
                 }
             }
-            group_barrier(1 + a.group, THREADS_OF_GROUP);
         }
     };
 
@@ -454,25 +459,33 @@ struct Attend {
         }
     }
 
-    // score += tile of keys, step S of all, times the query.
+    __device__ __forceinline__ uint2 operand_pair(const unsigned* operand, int n, int s) const {
+        if (ROWS % 8 && lane >= 4 * (ROWS - 8 * n)) return make_uint2(0u, 0u);
+        return *reinterpret_cast<const uint2*>(operand + ((n * (STEPS / 2) + s / 2) * 32 + lane) * 4 + s % 2 * 2);
+    }
+
+    // score += step S of a tile of keys times the query.
     __device__ __forceinline__ void multiply(const unsigned (&a)[4], const unsigned* operand, int s, float (&score)[NT][4]) const {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            uint2 b = {0u, 0u};
-            if (ROWS % 8 == 0 || lane < 4 * (ROWS - 8 * n)) b = *reinterpret_cast<const uint2*>(operand + ((n * (STEPS / 2) + s / 2) * 32 + lane) * 4 + s % 2 * 2);
+            const uint2 b = operand_pair(operand, n, s);
             mma(score[n], a, b.x, b.y);
         }
+    }
+    // Two sums, so that a product need not wait for the one before.
+    __device__ __forceinline__ void multiply_paged(const unsigned (&a)[4], const unsigned* operand, int s, float (&score)[NT][4]) const {
+        if constexpr (FIXED) mma(score[0], a, query[s][0], query[s][1]);
+        else multiply(a, operand, s, score);
     }
 
     // Unmasked scores of a packed tile; the list of outliers must be open.
     __device__ __forceinline__ void paged_scores(const unsigned char* stage, int i, float (&score)[NT][4]) {
         const unsigned* operand = words(PAGED_OPERAND) + (ROPE ? (group * 2 + i % 2) * QUERY_WORDS : 0);
         clear(score);
-        if constexpr (K::BITS > 0 || K::RANK > 0) dense_scores(stage, operand, score);
+        if constexpr (K::BITS > 0 || K::RANK > 0 || K::SPARSE) dense_scores(stage, operand, score);
         if constexpr (KEY_FOLDED) fold_key_scales(stage, score);
         if constexpr (K::SKETCH > 0) sketch_scores<K::SKETCH>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, SKETCH_OPERAND, score);
         if constexpr (K::OUTLIER_SKETCH > 0) sketch_scores<K::OUTLIER_SKETCH>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, OUTLIER_OPERAND, score);
-        if constexpr (K::SPARSE) sparse_scores(reinterpret_cast<const __half*>(operand), score);
         if constexpr (K::CENTER) {
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -483,20 +496,37 @@ struct Attend {
     }
 
     __device__ __forceinline__ void dense_scores(const unsigned char* stage, const unsigned* operand, float (&score)[NT][4]) {
-        LaneWords<K::BITS ? K::BITS : 1, D> codes;
+        LaneWords<K::BITS ? K::BITS : 1, D, KEY_TABLE> codes;
         if constexpr (K::BITS > 0) codes.load(stage, lane);
-        const unsigned table = K::BITS ? Table<K::BITS ? K::BITS : 1>::lane_base(shared_address(shared + KEY_TABLE), lane) : 0;
+        const unsigned table = Table<K::BITS ? K::BITS : 1>::lane_base(lane);
         unsigned left[2];
         if constexpr (K::RANK > 0) {
             load_right<K>(params.key, stage + KeyStage::SEGMENT, key_segment, key_right, false);
             left[0] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), r, c);
             left[1] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), r + 8, c);
         }
+        unsigned mask = 0;
+        if constexpr (K::SPARSE) {
+            key_list.template scatter<true>(shared_address(corrections()), lane);
+            mask = Corrections<D>::mask(corrections(), lane);
+        }
+        float odd[NT][4];
+        clear(odd);
+        constexpr bool CHANNELS = K::SCALES == Scales::CHANNEL_PAGE || K::SCALES == Scales::CHANNEL_BUNDLE;
+        const unsigned char* channel_scales = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::SCALE : shared + KEY_SCALE;
+        const unsigned char* channel_zeros = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::ZERO : shared + KEY_ZERO;
+        (void)channel_scales, (void)channel_zeros;
+        uint4 scales, zeros_of;  // of two steps
+        (void)scales, (void)zeros_of;
         auto keys = [&](auto step, unsigned (&a)[4]) {
             constexpr int S = decltype(step)::value;
             if constexpr (K::BITS > 0) {
                 codes.template fragment<S>(table, a);
-                scale_keys<S>(stage, a);
+                if constexpr (CHANNELS && S % 2 == 0) {
+                    const int at = (S / 2 * 4 + c) * 16;
+                    scales = *reinterpret_cast<const uint4*>(channel_scales + at), zeros_of = *reinterpret_cast<const uint4*>(channel_zeros + at);
+                }
+                scale_keys<S>(stage, scales, zeros_of, a);
             } else {
                 a[0] = a[1] = a[2] = a[3] = 0u;
             }
@@ -504,34 +534,38 @@ struct Attend {
                 mma_half(a[0], a[1], left[0], left[1], key_right[S][0]);
                 mma_half(a[2], a[3], left[0], left[1], key_right[S][1]);
             }
+            if constexpr (K::SPARSE) add4(a, Corrections<D>::take(shared_address(corrections()), mask, S, lane));
         };
         if constexpr (!ROPE || KeyRope::LOCAL) {
             unrolled<STEPS>([&](auto step) {
                 unsigned a[4];
                 keys(step, a);
                 if constexpr (ROPE) rope.template turn<decltype(step)::value>(a);
-                multiply(a, operand, decltype(step)::value, score);
+                multiply_paged(a, operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score);
             });
         } else {
             unsigned a[STEPS][4];
             unrolled<STEPS>([&](auto step) { keys(step, a[decltype(step)::value]); });
             rope.turn_all(a);
-            unrolled<STEPS>([&](auto step) { multiply(a[decltype(step)::value], operand, decltype(step)::value, score); });
+            unrolled<STEPS>([&](auto step) { multiply_paged(a[decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score); });
         }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[n][e] += odd[n][e];
+        }
+        if constexpr (K::SPARSE) __syncwarp();
     }
 
     // a = scale * a + zero for step S, unless the scores are scaled instead.
     template <int S>
-    __device__ __forceinline__ void scale_keys(const unsigned char* stage, unsigned (&a)[4]) const {
+    __device__ __forceinline__ void scale_keys(const unsigned char* stage, const uint4& scales, const uint4& zeros_of, unsigned (&a)[4]) const {
         if constexpr (KEY_FOLDED) {
-        } else if constexpr (K::SCALES == Scales::CHANNEL_BUNDLE) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = fma2(a[e], key_scale[S][e / 2], key_zero[S][e / 2]);
-        } else if constexpr (K::SCALES == Scales::CHANNEL_PAGE) {
-            const int at = (S / 2 * 4 + c) * 16 + S % 2 * 8;
-            const uint2 scale = *reinterpret_cast<const uint2*>(stage + KeyStage::SCALE + at), zero = *reinterpret_cast<const uint2*>(stage + KeyStage::ZERO + at);
-            a[0] = fma2(a[0], scale.x, zero.x), a[1] = fma2(a[1], scale.x, zero.x);
-            a[2] = fma2(a[2], scale.y, zero.y), a[3] = fma2(a[3], scale.y, zero.y);
+        } else if constexpr (K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE) {
+            const unsigned low = S % 2 ? scales.z : scales.x, high = S % 2 ? scales.w : scales.y;
+            const unsigned low_zero = S % 2 ? zeros_of.z : zeros_of.x, high_zero = S % 2 ? zeros_of.w : zeros_of.y;
+            a[0] = fma2(a[0], low, low_zero), a[1] = fma2(a[1], low, low_zero);
+            a[2] = fma2(a[2], high, high_zero), a[3] = fma2(a[3], high, high_zero);
         } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -594,37 +628,6 @@ struct Attend {
         }
     }
 
-    // score += corrections of outliers times the query's channels, turned as the key would be.
-    __device__ __forceinline__ void sparse_scores(const __half* operand, float (&score)[NT][4]) {
-        float* rows = floats(TILE_ROWS) + warp * TILE * 8 * NT;  // [token][row]
-        for (int i = lane; i < TILE * 8 * NT; i += 32) rows[i] = 0.f;
-        __syncwarp();
-        key_list.each(lane, [&](const Outlier& x) {
-            const bool turned = ROPE && x.channel < K::ROPE_DIM;
-            float cosine = 1.f, sine = 0.f;
-            int other = x.channel;
-            if (turned) {
-                const int f = KeyRope::pair_of(x.channel);
-                const bool second = KeyRope::is_second(x.channel);
-                const float2 angle = __half22float2(as_half2(words(ROPE_TABLE)[(tile * TILE + x.token) * (K::ROPE_DIM / 2) + f]));
-                cosine = angle.x, sine = second ? -angle.y : angle.y;
-                other = second ? KeyRope::first_of(f) : KeyRope::second_of(f);
-            }
-            for (int n = 0; n < ROWS; ++n) {
-                float q = __half2float(operand[operand_half(n, x.channel)]) * cosine;
-                if (turned) q += __half2float(operand[operand_half(n, other)]) * sine;
-                atomicAdd(rows + x.token * 8 * NT + n, q * x.correction);
-            }
-        });
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) score[n][e] += rows[(r + e / 2 * 8) * 8 * NT + 8 * n + 2 * c + e % 2];
-        }
-        __syncwarp();
-    }
-
     // ---- softmax ----
 
     // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half.
@@ -668,15 +671,6 @@ struct Attend {
                 for (int e = 0; e < 4; ++e) out[u][n][e] *= factor[n][e % 2];
             }
         }
-        if constexpr (V::SPARSE) {
-            float* sums = floats(OUTLIER_SUMS) + warp * ROWS * D;
-#pragma unroll
-            for (int n = 0; n < ROWS; ++n) {
-                const float f = __shfl_sync(~0u, factor[n / 8][n % 2], n % 8 / 2);
-                for (int i = lane; i < D; i += 32) sums[n * D + i] *= f;
-            }
-            __syncwarp();
-        }
     }
 
     // ---- values ----
@@ -691,13 +685,20 @@ struct Attend {
     }
 
     __device__ __forceinline__ void paged_values(const unsigned char* stage, float (&p)[NT][4]) {
-        if constexpr (V::SPARSE) sparse_values(p);
+        unsigned plain[NT][2];  // probabilities for corrections, which scales do not touch
+        (void)plain;
+        unsigned mask = 0;
+        if constexpr (V::SPARSE) {
+            value_list.template scatter<false>(shared_address(corrections()), lane);
+            mask = Corrections<D>::mask(corrections(), lane);
+            if constexpr (VALUE_FOLDED) operands(p, plain);
+        }
         if constexpr (VALUE_FOLDED) fold_value_scales(stage, p);
         unsigned b[NT][2];
         operands(p, b);
-        LaneWords<V::BITS ? V::BITS : 1, D> codes;
+        LaneWords<V::BITS ? V::BITS : 1, D, VALUE_TABLE> codes;
         codes.load(stage, lane);
-        const unsigned table = Table<V::BITS ? V::BITS : 1>::lane_base(shared_address(shared + VALUE_TABLE), lane);
+        const unsigned table = Table<V::BITS ? V::BITS : 1>::lane_base(lane);
         unsigned left[2];
         if constexpr (V::RANK > 0) {
             load_right<V>(params.value, stage + ValueStage::SEGMENT, value_segment, value_right, true);
@@ -713,9 +714,26 @@ struct Attend {
                 mma_half(a[0], a[1], value_right[U][0], value_right[U][1], left[0]);
                 mma_half(a[2], a[3], value_right[U][0], value_right[U][1], left[1]);
             }
+            if constexpr (V::SPARSE) {
+                const uint4 x = Corrections<D>::take(shared_address(corrections()), mask, U, lane);
+                if constexpr (VALUE_FOLDED) {
+                    const unsigned exact[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) mma(out[U][n], exact, plain[n][0], plain[n][1]);
+                } else {
+                    add4(a, x);
+                }
+            }
 #pragma unroll
             for (int n = 0; n < NT; ++n) mma(out[U][n], a, b[n][0], b[n][1]);
         });
+        if constexpr (V::SPARSE) __syncwarp();
+    }
+
+    __device__ __forceinline__ unsigned char* corrections() const { return shared + CORRECTIONS + warp * Corrections<D>::BYTES; }
+
+    static __device__ __forceinline__ void add4(unsigned (&a)[4], const uint4& x) {
+        a[0] = add2(a[0], x.x), a[1] = add2(a[1], x.y), a[2] = add2(a[2], x.z), a[3] = add2(a[3], x.w);
     }
 
     // a = scale * a + zero for channels 16 U ..., unless the probabilities are scaled instead.
@@ -765,22 +783,6 @@ struct Attend {
                 }
             }
         }
-    }
-
-    // Sums of probability * correction, kept apart by channel.
-    __device__ __forceinline__ void sparse_values(const float (&p)[NT][4]) {
-        float* rows = floats(TILE_ROWS) + warp * TILE * 8 * NT;
-        float* sums = floats(OUTLIER_SUMS) + warp * ROWS * D;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) *reinterpret_cast<float2*>(rows + (r + 8 * row) * 8 * NT + 8 * n + 2 * c) = make_float2(p[n][2 * row], p[n][2 * row + 1]);
-        }
-        __syncwarp();
-        value_list.each(lane, [&](const Outlier& x) {
-            for (int n = 0; n < ROWS; ++n) atomicAdd(sums + n * D + x.channel, rows[x.token * 8 * NT + n] * x.correction);
-        });
-        __syncwarp();
     }
 
     // ---- factors ----
@@ -944,9 +946,7 @@ struct Attend {
 #pragma unroll
                         for (int upper = 0; upper < 2; ++upper) {
                             const int at = row * D + 16 * u + 8 * upper + r;
-                            float x = out[u][n][2 * upper + e];
-                            if constexpr (V::SPARSE) x += floats(OUTLIER_SUMS)[warp * ROWS * D + at];
-                            total[at] = (first ? 0.f : total[at]) + f * x;
+                            total[at] = (first ? 0.f : total[at]) + f * out[u][n][2 * upper + e];
                         }
                     }
                 }
@@ -965,7 +965,7 @@ template <typename Shape>
 struct Plan {
     static constexpr int T = Shape::Key::T < Shape::Value::T ? Shape::Key::T : Shape::Value::T, TILES = T / TILE;
     static constexpr int FEWEST = Shape::Key::SPARSE || Shape::Value::SPARSE ? 3 : 2, MOST = 6;
-    static constexpr int WIDEST = (Shape::ROWS + 7) / 8 * Shape::D > 128 ? 8 : 12;
+    static constexpr int WIDEST = (Shape::ROWS + 7) / 8 * Shape::D > 128 ? 8 : 12;  // what registers allow without spilling much
 
     template <int W>
     static constexpr int stages() {
@@ -977,7 +977,7 @@ struct Plan {
             return ROOM < FEWEST ? 0 : ROOM > MOST ? MOST : ROOM;
         }
     }
-    static constexpr int WARPS = stages<12>() && WIDEST == 12 ? 12 : stages<8>() ? 8 : 4;
+    static constexpr int WARPS = WIDEST == 12 && stages<12>() ? 12 : stages<8>() ? 8 : 4;
     static constexpr int STAGES = stages<WARPS>();
     static_assert(STAGES > 0, "one tile of this format does not fit this GPU's shared memory");
     using Config = Sized<Shape, WARPS, STAGES>;

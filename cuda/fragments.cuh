@@ -31,20 +31,20 @@ struct Table {
         }
     }
 
-    // What a lane adds to an entry's offset.
-    static __device__ __forceinline__ unsigned lane_base(unsigned table, int lane) { return table + lane % COPIES * (4 * WORDS); }
+    // Which copies are a lane's, in bytes: below the offsets of entries, so one instruction masks and adds.
+    static __device__ __forceinline__ unsigned lane_base(int lane) { return lane % COPIES * (4 * WORDS); }
 
-    // Offset of the entry for the index at `SHIFT` of `word`.
+    // Offset in the table of the lane's entry for the index at `SHIFT` of `word`.
     template <int SHIFT>
-    static __device__ __forceinline__ unsigned offset(unsigned word) {
+    static __device__ __forceinline__ unsigned offset(unsigned word, unsigned base) {
         constexpr unsigned MASK = ((1u << INDEX_BITS) - 1u) << LOG_STRIDE;
-        if constexpr (SHIFT >= LOG_STRIDE) return word >> (SHIFT - LOG_STRIDE) & MASK;
-        else return word << (LOG_STRIDE - SHIFT) & MASK;
+        if constexpr (SHIFT >= LOG_STRIDE) return word >> (SHIFT - LOG_STRIDE) & MASK | base;
+        else return word << (LOG_STRIDE - SHIFT) & MASK | base;
     }
 };
 
-// The words of one lane: D / 64 * BITS of them, interleaved over the warp as `word_order` says.
-template <int BITS, int D>
+// The words of one lane: D / 64 * BITS of them, interleaved over the warp as `word_order` says. TABLE: offset of the table.
+template <int BITS, int D, int TABLE>
 struct LaneWords {
     static constexpr int COUNT = D / 64 * BITS;
     static constexpr int WIDTH = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
@@ -73,37 +73,37 @@ struct LaneWords {
         if constexpr (BITS == 3) {
             constexpr int RUN_WORD = PAIR / 16 * 3, P = PAIR % 16;
             if constexpr (P < 15) {
-                return load_shared(base + T::template offset<6 * (P % 5)>(words[RUN_WORD + P / 5]));
+                return load_table<TABLE>(T::template offset<6 * (P % 5)>(words[RUN_WORD + P / 5], base));
             } else {
                 const unsigned index = words[RUN_WORD] >> 30 | words[RUN_WORD + 1] >> 30 << 2 | words[RUN_WORD + 2] >> 30 << 4;
-                return load_shared(base + index * T::STRIDE);
+                return load_table<TABLE>(index * T::STRIDE | base);
             }
         } else if constexpr (BITS == 4) {
-            return load_shared(base + T::template offset<8 * (PAIR % 4)>(words[PAIR / 4]));
+            return load_table<TABLE>(T::template offset<8 * (PAIR % 4)>(words[PAIR / 4], base));
         } else {
             static_assert(BITS == 8, "narrower codes come four at a time");
-            const unsigned low = load_shared(base + T::template offset<16 * (PAIR % 2)>(words[PAIR / 2]));
-            const unsigned high = load_shared(base + T::template offset<16 * (PAIR % 2) + 8>(words[PAIR / 2]));
+            const unsigned low = load_table<TABLE>(T::template offset<16 * (PAIR % 2)>(words[PAIR / 2], base));
+            const unsigned high = load_table<TABLE>(T::template offset<16 * (PAIR % 2) + 8>(words[PAIR / 2], base));
             return __byte_perm(low, high, 0x5410);
         }
     }
 
-    // First operand of step S: registers a[0], a[2], a[1], a[3] are the lane's pairs 4 S ... 4 S + 3.
+    // First operand of step S: the lane's pairs 4 S ... 4 S + 3.
     template <int S>
     __device__ __forceinline__ void fragment(unsigned base, unsigned (&a)[4]) const {
         using T = Table<BITS>;
         if constexpr (BITS == 1) {
-            const uint2 x = load_shared2(base + T::template offset<8 * (S % 4)>(words[S / 4]));
-            const uint2 y = load_shared2(base + T::template offset<8 * (S % 4) + 4>(words[S / 4]));
-            a[0] = x.x, a[2] = x.y, a[1] = y.x, a[3] = y.y;
+            const uint2 x = load_table2<TABLE>(T::template offset<8 * (S % 4)>(words[S / 4], base));
+            const uint2 y = load_table2<TABLE>(T::template offset<8 * (S % 4) + 4>(words[S / 4], base));
+            a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
         } else if constexpr (BITS == 2) {
-            const uint2 x = load_shared2(base + T::template offset<16 * (S % 2)>(words[S / 2]));
-            const uint2 y = load_shared2(base + T::template offset<16 * (S % 2) + 8>(words[S / 2]));
-            a[0] = x.x, a[2] = x.y, a[1] = y.x, a[3] = y.y;
+            const uint2 x = load_table2<TABLE>(T::template offset<16 * (S % 2)>(words[S / 2], base));
+            const uint2 y = load_table2<TABLE>(T::template offset<16 * (S % 2) + 8>(words[S / 2], base));
+            a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
         } else {
             a[0] = pair<4 * S>(base);
-            a[2] = pair<4 * S + 1>(base);
-            a[1] = pair<4 * S + 2>(base);
+            a[1] = pair<4 * S + 1>(base);
+            a[2] = pair<4 * S + 2>(base);
             a[3] = pair<4 * S + 3>(base);
         }
     }

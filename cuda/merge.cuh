@@ -31,7 +31,7 @@ struct Merge {
         return block;
     }
 
-    // All threads of a block of D; shared: f32 [D].
+    // All threads of a block of D; shared: f32 [2 D].
     static __device__ void run(const MergeParams& params, float* shared) {
         const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv;
         long long total = 0, base = 0;
@@ -74,8 +74,19 @@ struct Merge {
             __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
-            x = 0.f;
-            for (int k = 0; k < D; ++k) x += shared[k] * params.rotation[threadIdx.x * D + k];
+            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 8
+            for (int i = 0; i < 32; ++i) {  // a warp a row of P, so that loads are whole lines
+                const int channel = i * (D / 32) + warp;
+                float y = 0.f;
+#pragma unroll
+                for (int k = 0; k < D / 32; ++k) y += shared[k * 32 + lane] * params.rotation[channel * D + k * 32 + lane];
+#pragma unroll
+                for (int mask = 16; mask; mask /= 2) y += __shfl_xor_sync(~0u, y, mask);
+                if (lane == 0) shared[D + channel] = y;
+            }
+            __syncthreads();
+            x = shared[D + threadIdx.x];
         }
         if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
         return x;

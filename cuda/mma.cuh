@@ -30,7 +30,8 @@ __device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
     return as_bits(__hfma2(as_half2(a), as_half2(b), as_half2(c)));
 }
 __device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return as_bits(__hmul2(as_half2(a), as_half2(b))); }
-__device__ __forceinline__ unsigned negate2(unsigned a) { return a ^ 0x80008000u; }
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) { return as_bits(__hadd2(as_half2(a), as_half2(b))); }
+__device__ __forceinline__ unsigned negate2(unsigned a) { return as_bits(__hneg2(as_half2(a))); }
 
 // d += a b, sums in float.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -85,15 +86,36 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Loads from shared memory that the compiler may reorder: for memory that does not change while it is read.
-__device__ __forceinline__ unsigned load_shared(unsigned address) {
+// Where a block's dynamic shared memory starts: known, so that look-ups need no addition (`load_table`). Checked at the start.
+#if __CUDA_ARCH__ >= 900
+#define SIGNPOST_SHARED_START 1024
+#else
+#define SIGNPOST_SHARED_START 0
+#endif
+
+// Loads from shared memory, OFFSET bytes behind its start, that the compiler may reorder: for what does not change meanwhile.
+template <int OFFSET>
+__device__ __forceinline__ unsigned load_table(unsigned at) {
     unsigned x;
-    asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(at), "n"(OFFSET + SIGNPOST_SHARED_START));
     return x;
 }
-__device__ __forceinline__ uint2 load_shared2(unsigned address) {
+template <int OFFSET>
+__device__ __forceinline__ uint2 load_table2(unsigned at) {
     uint2 x;
-    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+    asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(x.x), "=r"(x.y) : "r"(at), "n"(OFFSET + SIGNPOST_SHARED_START));
+    return x;
+}
+
+// x = *from and *from = 0 where `wanted` is not 0, else x = 0: no branch.
+__device__ __forceinline__ uint4 take_shared(unsigned from, unsigned wanted) {
+    uint4 x;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"
+        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
+        "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t@p st.shared.v4.u32 [%4], {%6, %6, %6, %6};\n\t}"
+        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+        : "r"(from), "r"(wanted), "r"(0u));
     return x;
 }
 

@@ -42,19 +42,19 @@ struct Dense {
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
 
     Page<S, P>& page;
-    float *const scales, *const inverses, *const zeros;
+    float2* const factors;  // 1 / scale and zero
+    float* const scales;    // not of the bundle
 
-    __device__ explicit Dense(Page<S, P>& p)
+    __device__ __forceinline__ explicit Dense(Page<S, P>& p)
         : page(p),
-          scales(p.template at<float>(L::SCALES_AT)),
-          inverses(scales + align16(4 * A::SCALES) / 4),
-          zeros(inverses + align16(4 * A::SCALES) / 4) {}
+          factors(p.template at<float2>(L::FACTORS_AT)),
+          scales(p.template at<float>(L::SCALES_AT)) {}
 
     __device__ __forceinline__ const float* tree() const { return page.template at<const float>(L::TREE_AT); }
     __device__ __forceinline__ const float* values() const { return page.template at<const float>(L::VALUES_AT); }
 
     // Tables that all slices share. A barrier has to follow.
-    __device__ void load_codebook() {
+    __device__ __forceinline__ void load_codebook() {
         float* nodes = page.template at<float>(L::TREE_AT);
         float* numbers = page.template at<float>(L::VALUES_AT);
         for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) {
@@ -75,25 +75,24 @@ struct Dense {
     }
 
     __device__ __forceinline__ void set(int i, float scale, float zero) {
-        scales[i] = scale;
-        inverses[i] = scale > 0.0f ? quotient(1.0f, scale) : 0.0f;
-        zeros[i] = zero;
+        factors[i] = make_float2(scale > 0.0f ? quotient(1.0f, scale) : 0.0f, zero);
+        if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) scales[i] = scale;
     }
 
     // Scales of the bundle, which belong to the slice's heads. A barrier has to follow.
-    __device__ void load_scales() {
+    __device__ __forceinline__ void load_scales() {
         for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
             set(i, page.params.scale[page.first_head * D + i], page.params.zero[page.first_head * D + i]);
         }
     }
 
     // The scale of the vector of (row, head, channel) from its range, rounded as it is stored; stored as well.
-    __device__ void put_range(int row, int head, int channel, float low, float high) {
+    __device__ __forceinline__ void put_range(int row, int head, int channel, float low, float high) {
         if (low > high) low = high = 0.0f;  // every number is an outlier
         put(row, head, channel, mul(0.5f, sub(high, low)), mul(0.5f, add(high, low)));
     }
 
-    __device__ void put(int row, int head, int channel, float scale, float zero) {
+    __device__ __forceinline__ void put(int row, int head, int channel, float scale, float zero) {
         if (!(fmaxf(scale, fabsf(zero)) <= HALF_MAX)) page.report(2);
         const F16 stored = narrow(scale), stored_zero = narrow(zero);
         set(index(row, head, channel), widen(stored), widen(stored_zero));
@@ -119,9 +118,11 @@ struct Dense {
     }
 
     // Scales of the slice from its numbers, outliers left out. A barrier has to follow.
-    __device__ void find_scales() {
+    __device__ __forceinline__ void find_scales() {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
+        if constexpr (A::AS_THEY_CAME && !A::SPARSE && (S::SCALES == Scales::CHANNEL_PAGE || (S::SCALES == Scales::TOKEN && S::SCALE_CHANNELS >= 8))) {
+            find_ranges_of_pairs(warp, lane);
+        } else if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
             for (int i = threadIdx.x; i < TOKENS / S::SCALE_TOKENS * page.heads * D; i += A::THREADS) {
                 const int channel = i % D, head = i / D % page.heads, first = i / D / page.heads * S::SCALE_TOKENS;
                 float low = as_float(0x7F800000u), high = -low;
@@ -174,6 +175,66 @@ struct Dense {
         }
     }
 
+    // The same, two numbers at once.
+    __device__ __forceinline__ void find_ranges_of_pairs(int warp, int lane) {
+        using Half = typename P::Input;
+        const Half* tile = page.template at<const Half>(L::TILE_AT);
+        if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
+            for (int i = threadIdx.x; i < TOKENS / S::SCALE_TOKENS * page.heads * (D / 2); i += A::THREADS) {
+                const int channel = i % (D / 2) * 2, head = i / (D / 2) % page.heads, first = i / (D / 2) / page.heads * S::SCALE_TOKENS;
+                const Half* from = tile + (head * TOKENS + first) * A::ROW + channel;
+                unsigned low = *reinterpret_cast<const unsigned*>(from), high = low;
+#pragma unroll
+                for (int row = 1; row < S::SCALE_TOKENS; ++row) {
+                    const unsigned x = *reinterpret_cast<const unsigned*>(from + row * A::ROW);
+                    low = min_pair(low, x, Half());
+                    high = max_pair(high, x, Half());
+                }
+                const float2 lows = widen_pair(low, Half()), highs = widen_pair(high, Half());
+                put_range(first, head, channel, lows.x, highs.x);
+                put_range(first, head, channel + 1, lows.y, highs.y);
+            }
+        } else if constexpr (A::SPANS) {
+            for (int row = warp; row < TOKENS; row += A::WARPS) {
+                unsigned low = 0, high = 0;
+                for (int i = lane; i < HEADS * (D / 8); i += 32) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(tile + (i / (D / 8) * TOKENS + row) * A::ROW + i % (D / 8) * 8);
+                    if (i == lane) low = high = x.x;
+                    fold(low, high, x);
+                }
+                if (HEADS * (D / 8) < 32 && lane >= HEADS * (D / 8)) low = high = *reinterpret_cast<const unsigned*>(tile + row * A::ROW);
+                const float2 lows = widen_pair(low, Half()), highs = widen_pair(high, Half());
+                const float least = warp_min(fminf(lows.x, lows.y)), most = warp_max(fmaxf(highs.x, highs.y));
+                if (lane == 0) put_range(row, 0, 0, least, most);
+            }
+        } else {
+            // So many threads share a group; each takes at most eight pieces of eight numbers, in turn so that they meet other banks.
+            constexpr int PIECES = S::SCALE_CHANNELS / 8, EACH = PIECES < 8 ? PIECES : 8, SHARERS = PIECES / EACH;
+            static_assert(SHARERS <= 4, "heads have at most 256 channels");
+            for (int i = threadIdx.x; i < (TOKENS * HEADS * A::GROUPS * SHARERS + 31) / 32 * 32; i += A::THREADS) {
+                const int sharer = i % SHARERS, group = i / SHARERS % A::GROUPS, row = i / SHARERS / A::GROUPS % TOKENS, head = i / SHARERS / A::GROUPS / TOKENS;
+                const int there = min(head, page.heads - 1);  // all lanes of a warp take part
+                const Half* from = tile + (there * TOKENS + row) * A::ROW + group * S::SCALE_CHANNELS + sharer * EACH * 8;
+                unsigned low = *reinterpret_cast<const unsigned*>(from), high = low;
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) fold(low, high, *reinterpret_cast<const uint4*>(from + (k + i / 2) % EACH * 8));
+                const float2 lows = widen_pair(low, Half()), highs = widen_pair(high, Half());
+                float least = fminf(lows.x, lows.y), most = fmaxf(highs.x, highs.y);
+#pragma unroll
+                for (int other = SHARERS / 2; other > 0; other /= 2) {
+                    least = fminf(least, __shfl_xor_sync(ALL_LANES, least, other));
+                    most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, other));
+                }
+                if (sharer == 0 && head < page.heads) put_range(row, head, group * S::SCALE_CHANNELS, least, most);
+            }
+        }
+    }
+    static __device__ __forceinline__ void fold(unsigned& low, unsigned& high, uint4 x) {
+        using Half = typename P::Input;
+        low = min_pair(low, min_pair(min_pair(x.x, x.y, Half()), min_pair(x.z, x.w, Half()), Half()), Half());
+        high = max_pair(high, max_pair(max_pair(x.x, x.y, Half()), max_pair(x.z, x.w, Half()), Half()), Half());
+    }
+
     __device__ __forceinline__ void widen_range(int row, int head, int channel, float& low, float& high) const {
         const float x = page.number_at(row, head, channel);
         if (page.is_outlier(row, head, channel)) return;
@@ -181,58 +242,78 @@ struct Dense {
         high = fmaxf(high, x);
     }
 
-    __device__ __forceinline__ int code(const Search<BITS>& search, float x, int i) const { return search(mul(sub(x, zeros[i]), inverses[i])); }
+    __device__ __forceinline__ int code(const Search<BITS>& search, float x, float2 factor) const { return search(mul(sub(x, factor.y), factor.x)); }
 
     // The number that (row, head, channel) decodes to before outliers are corrected.
     __device__ __forceinline__ float decoded(const Search<BITS>& search, float x, int row, int head, int channel) const {
         const int i = index(row, head, channel);
-        return add(zeros[i], mul(scales[i], values()[code(search, x, i)]));
+        const float2 factor = factors[i];
+        const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
+        return add(factor.y, mul(scale, values()[code(search, x, factor)]));
     }
 
-    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. `note(row, head, channel, x)` sees every number.
-    template <class Note>
-    __device__ void encode(Note note) {
+    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look(x, row, head, channel): sees the numbers of a
+    // run, the first one's place.
+    template <class Look>
+    __device__ __forceinline__ void encode(Look look) {
         constexpr int LANES = TOKENS == 8 ? 16 : 32, TILES = TOKENS == 8 ? 1 : TOKENS / TILE;
         constexpr int TOGETHER = BITS == 3 && RUNS > 1 ? 2 : 1;  // runs whose words are stored together
         const Search<BITS> search(tree());
-        bool finite = true;
+        const int number = page.slice / A::HEAD_SLICES, part = number % 2;  // half tiles: which half of the lanes
+        float nothing = 0.0f;  // NaN once a number was NaN or infinite
         for (int i = threadIdx.x; i < page.heads * TILES * (RUNS / TOGETHER) * LANES; i += A::THREADS) {
-            const int part = page.slice / A::HEAD_SLICES % 2;  // of the lanes: half tiles
             const int place = i % LANES;
             const int lane = TOKENS != 8 ? place : P::VALUES ? place / 2 * 4 + part * 2 + place % 2 : part * 16 + place;
             const int chunk = i / LANES % (RUNS / TOGETHER), tile = i / LANES / (RUNS / TOGETHER) % TILES;
-            const int head = i / LANES / (RUNS / TOGETHER) / TILES;
-            unsigned words[TOGETHER * BITS] = {};
+            const int head = i / LANES / (RUNS / TOGETHER) / TILES, r = lane / 4, c = lane % 4;
+            const int first = P::VALUES ? 2 * c : r, row = TOKENS == 8 ? first % 4 : tile * TILE + first;
+            unsigned words[TOGETHER][BITS];
 #pragma unroll
-            for (int run = 0; run < TOGETHER; ++run) encode_run(search, words + run * BITS, tile, head, lane, chunk * TOGETHER + run, finite, note);
-            store(words, page.slice / A::HEAD_SLICES * TOKENS / TILE + tile, head, lane, chunk * TOGETHER);
+            for (int run = 0; run < TOGETHER; ++run) {
+                const int on = chunk * TOGETHER + run, channel = P::VALUES ? on * 64 + r : on * 32 + 2 * c;
+                float x[RUN];
+                page.load_run(x, row, head, channel);
+                encode_run(search, words[run], x, row, head, channel, on);
+#pragma unroll
+                for (int k = 0; k < RUN; ++k) nothing = fmaf(x[k], 0.0f, nothing);
+                look(x, row, head, channel);
+            }
+            store(&words[0][0], TOKENS == 8 ? number / 2 : number * TILES + tile, head, lane, chunk * TOGETHER);
         }
-        if (!finite) page.report(4);
+        if (!(nothing == 0.0f)) page.report(4);
     }
 
-    template <class Note>
-    __device__ __forceinline__ void encode_run(const Search<BITS>& search, unsigned* words, int tile, int head, int lane, int run, bool& finite, Note note) {
-        const int r = lane / 4, c = lane % 4;
+    // Where number i of a run finds its scale, behind that of the first: known when compiled, unless scales are finer than the runs.
+    static constexpr bool REGULAR = S::SCALES == Scales::CHANNEL_PAGE ? S::SCALE_TOKENS % TILE == 0 : S::SCALES != Scales::TOKEN || S::SCALE_CHANNELS >= 8;
+    static __device__ __forceinline__ constexpr int scales_on(int i) {
+        using Place = Page<S, P>;
+        if (S::SCALES == Scales::CHANNEL_BUNDLE || S::SCALES == Scales::CHANNEL_PAGE) return Place::channels_on(i);
+        if (A::SPANS) return Place::rows_on(i);
+        if (S::SCALES == Scales::NORM) return Place::rows_on(i) * HEADS;
+        const int half = P::VALUES ? 0 : i / 4 % 2 * (D / 2) / S::SCALE_CHANNELS;  // runs of keys have channels of both halves of the head
+        const int within = P::VALUES ? Place::channels_on(i) : i / 8 * 8;
+        return Place::rows_on(i) * HEADS * A::GROUPS + half + within / S::SCALE_CHANNELS;
+    }
+
+    __device__ __forceinline__ void encode_run(const Search<BITS>& search, unsigned (&words)[BITS], const float (&x)[RUN], int row, int head, int channel, int run) {
+        const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
+        const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) words[i] = 0;
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
-            const int step = run * 4 + i / 8, upper = i / 4 % 2, half = i / 2 % 2, e = i % 2;
-            const int token = P::VALUES ? half * 8 + 2 * c + e : upper * 8 + r;
-            const int channel = P::VALUES ? 16 * step + 8 * upper + r : half * (D / 2) + 8 * step + 2 * c + e;
-            const int row = TOKENS == 8 ? token % 4 + token / 8 * 4 : tile * TILE + token;
-            const float x = page.number_at(row, head, channel);
-            finite = finite && fabsf(x) <= FLOAT_MAX;
-            note(row, head, channel, x);
-            const unsigned found = code(search, x, index(row, head, channel));
+            const float2 factor = REGULAR ? first[scales_on(i)] : factors[index(row + Page<S, P>::rows_on(i), head, channel + Page<S, P>::channels_on(i))];
+            const unsigned found = code(search, x[i], factor);
             if constexpr (BITS != 3) {
-                words[i / (32 / BITS)] |= found << (BITS * (i % (32 / BITS)));
+                words[i / (32 / BITS)] += found << (BITS * (i % (32 / BITS)));
             } else if (i < 30) {
-                words[i / 10] |= found << (3 * (i % 10));
+                words[i / 10] += found << (3 * (i % 10));
             } else if (i == 30) {  // the two bits left in each of three words hold the last two codes
-                words[0] |= found << 30;
-                words[1] |= (found & 4u) << 28;
+                words[0] += found << 30;
+                words[1] += (found & 4u) << 28;
             } else {
-                words[1] |= (found & 1u) << 31;
-                words[2] |= (found & 6u) << 29;
+                words[1] += (found & 1u) << 31;
+                words[2] += (found & 6u) << 29;
             }
         }
     }

@@ -18,19 +18,20 @@ struct Rope {
     static constexpr int COUNT = DIM == 0 ? 1 : INTERLEAVED ? DIM / 8 : DIM / 16;
     unsigned cosine[COUNT][2], sine[INTERLEAVED || DIM == 0 ? 1 : COUNT][2];  // of tokens r, r + 8; interleaved: (cos, sin) of one angle
 
-    // table: half pairs (cos, sin) [T][DIM / 2]; token: first of the tile.
-    __device__ __forceinline__ void load(const unsigned* table, int token, int r, int c) {
+    // table: (cos, sin) [T][DIM / 2]; token: first of the tile.
+    __device__ __forceinline__ void load(const float2* table, int token, int r, int c) {
 #pragma unroll
         for (int i = 0; i < (DIM == 0 ? 0 : COUNT); ++i) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const unsigned* angles = table + (token + r + 8 * row) * (DIM / 2);
+                const float2* angles = table + (token + r + 8 * row) * (DIM / 2);
                 if constexpr (INTERLEAVED) {
-                    cosine[i][row] = angles[(channel_of(i) + 2 * c) / 2];
+                    const float2 x = angles[(channel_of(i) + 2 * c) / 2];
+                    cosine[i][row] = pack(x.x, x.y);
                 } else {
-                    const unsigned x = angles[8 * i + 2 * c], y = angles[8 * i + 2 * c + 1];
-                    cosine[i][row] = __byte_perm(x, y, 0x5410);
-                    sine[i][row] = __byte_perm(x, y, 0x7632);
+                    const float2 x = angles[8 * i + 2 * c], y = angles[8 * i + 2 * c + 1];
+                    cosine[i][row] = pack(x.x, y.x);
+                    sine[i][row] = pack(x.y, y.y);
                 }
             }
         }
@@ -87,9 +88,6 @@ struct Rope {
     // Channels of pair f.
     static __device__ __forceinline__ int first_of(int f) { return INTERLEAVED ? 2 * f : f; }
     static __device__ __forceinline__ int second_of(int f) { return INTERLEAVED ? 2 * f + 1 : f + DIM / 2; }
-    // Pair of a channel, and whether it is the second of the pair.
-    static __device__ __forceinline__ int pair_of(int channel) { return INTERLEAVED ? channel / 2 : channel % (DIM / 2); }
-    static __device__ __forceinline__ bool is_second(int channel) { return INTERLEAVED ? channel & 1 : channel >= DIM / 2; }
 };
 
 // cos and sin of n * frequency, n growing by a fixed number: exact at the start, then turned in float.

@@ -75,11 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _compile(bundle: Bundle, archs: list[str]) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
-    from runtime.gpu import units
+    from runtime.units import units
 
     start, count = time.perf_counter(), 0
     for arch in archs:
-        for unit, seconds, resources in precompile(units(bundle, arch), arch):
+        for unit, seconds, resources in precompile(units(bundle), arch):
             count += 1
             registers = max((used.registers for used in resources.values()), default=0)
             spilled = sum(used.spill_bytes for used in resources.values())

@@ -1,6 +1,6 @@
 """Attention over packed pages on a CUDA device: what a decode step launches for one layer.
 
-Nothing here allocates or synchronizes once the buffers of a batch size exist, so a step can be captured in a CUDA graph;
+Nothing allocates or synchronizes once the buffers of a batch size exist, so a step can be captured in a CUDA graph;
 lengths and block tables are read on the device.
 """
 
@@ -17,9 +17,8 @@ from artifacts import PageGeometry
 from runtime import jit
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import attend_unit
+from runtime.units import MOST_ROWS, attend_unit
 
-MOST_ROWS = 16  # query rows per kv head that one block takes
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 

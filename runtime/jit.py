@@ -197,7 +197,13 @@ def _key(unit: Unit, arch: str) -> str:
 def _flags(arch: str) -> list[str]:
     """Compiler options, folders excepted. ptxas always reports: CI asserts that nothing spills."""
     lines = ["--generate-line-info"] if _switch("SIGNPOST_LINEINFO") else []
-    return [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v", *lines]
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        "--ptxas-options=-v",
+        *lines,
+    ]
 
 
 def _switch(name: str) -> bool:

@@ -1,14 +1,16 @@
 """Generated CUDA units: a format as compile-time constants over the `.cuh` files of cuda/.
 
-A unit states the two sides of a layer as structs of constants (`Key`, `Value`: what pages hold and at which offsets, all
-from `artifacts.geometry`), the model's dimensions, and wraps the kernels of one `.cuh` file in extern "C" entry points.
+A unit states the two sides of a layer as structs of constants (`Key`, `Value`: what pages hold and at which offsets,
+all from `artifacts.geometry`), the model's dimensions, and wraps the kernels of one `.cuh` file in extern "C" entries.
 """
 
-from artifacts import PageGeometry, Rope
+from artifacts import Bundle, PageGeometry, Rope
 from artifacts.codes import RUN
 from artifacts.order import TILE
 from runtime.jit import Unit
 from runtime.parts.sketch import unbiasing
+
+MOST_ROWS = 16  # query rows per kv head that one block takes
 
 
 def scale_kind(geometry: PageGeometry) -> str:
@@ -101,8 +103,19 @@ attend(const __grid_constant__ signpost::AttendParams params) {{
 }}
 extern "C" __global__ void __launch_bounds__({d})
 merge(const __grid_constant__ signpost::MergeParams params) {{
-    __shared__ float shared[{d}];
+    __shared__ float shared[2 * {d}];
     signpost::Merge<Shape>::run(params, shared);
 }}
 """
     return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_stages"))
+
+
+def units(bundle: Bundle) -> list[Unit]:
+    """What a decode step of one token launches for this bundle, for float16 and bfloat16 models, each unit once."""
+    model = bundle.model
+    found = {
+        attend_unit(key, value, model.rope, dtype, min(MOST_ROWS, model.h_q // model.h_kv)): None
+        for key, value in bundle.geometry.layers
+        for dtype in ("__half", "__nv_bfloat16")
+    }
+    return list(found)

@@ -55,9 +55,9 @@ def test_registers_are_the_instructions_first_operand(d, side):
         columns = {}
         for lane in range(LANES):
             r, c = divmod(lane, 4)
-            for stored, i in enumerate((0, 2, 1, 3)):
+            for i in range(4):
                 for e in (0, 1):
-                    token, channel = divmod(int(lanes[lane, step, stored, e]), d)
+                    token, channel = divmod(int(lanes[lane, step, i, e]), d)
                     row, column = (token, channel) if side == "key" else (channel - 16 * step, token)
                     assert row == r + 8 * (i % 2)
                     assert columns.setdefault(2 * c + 8 * (i // 2) + e, column) == column
@@ -98,8 +98,8 @@ def test_a_load_of_eight_scales_is_what_two_steps_of_a_lane_need(d):
     for number, scales in enumerate(channel_order(d).reshape(-1, 8)):
         steps, c = divmod(number, 4)
         for odd in (0, 1):
-            needed = lanes[:, c, 2 * steps + odd].reshape(8, 2, 4)  # both tokens of a lane have the same channels
-            assert (needed == scales[4 * odd : 4 * odd + 4]).all()
+            needed = lanes[:, c, 2 * steps + odd].reshape(8, 2, 2, 2)  # both tokens of a lane have the same channels
+            assert (needed == scales[4 * odd : 4 * odd + 4].reshape(2, 1, 2)).all()
 
 
 @SIDES

@@ -29,9 +29,15 @@ def numbers(n: int, h_kv: int, d: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def fill(
-    geometry: PageGeometry, tables: dict[str, Tensor], rotation: Rotation | None, lengths: list[int], offsets: list[int],
-    m: int, dtype: torch.dtype, seed: int,
-) -> FilledSide:  # fmt: skip
+    geometry: PageGeometry,
+    tables: dict[str, Tensor],
+    rotation: Rotation | None,
+    lengths: list[int],
+    offsets: list[int],
+    m: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> FilledSide:
     """Sequences of these lengths, the last m tokens new; free pages, slots and table entries hold poison.
 
     rotation: of keys stored before RoPE.
@@ -94,7 +100,7 @@ def turned(x: Tensor, rotation: Rotation, positions: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last m of n tokens: q [h_q, m, d], k and v [n, h_kv, d] -> [h_q, m, d], in their dtype."""
+    """Causal attention of the last m of n tokens, q [h_q, m, d], k and v [n, h_kv, d]: [h_q, m, d] in their dtype."""
     h_q, m, _ = q.shape
     k, v = (x.transpose(0, 1).repeat_interleave(h_q // x.shape[1], 0) for x in (k, v))
     visible = torch.ones(m, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - m)

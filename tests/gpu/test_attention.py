@@ -1,11 +1,13 @@
 """Attention kernels against float64, for every format of the shared list: needs a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-from artifacts import Rope  # noqa: E402
+from artifacts import LayerFormat, Rope, Window  # noqa: E402
 from tests.formats import CASES, Case, kivi, kvquant  # noqa: E402
 
 if torch.cuda.is_available():
@@ -69,11 +71,7 @@ def test_page_sizes(t) -> None:
 @pytest.mark.parametrize("recent", [(0, 128), (128, 0), (5, 77)])
 def test_windows_of_different_length(recent) -> None:
     formats = kivi(2)
-    from dataclasses import replace
-
-    from artifacts import LayerFormat, Window
-
-    key, value = (replace(f, window=Window(0, r)) for f, r in zip((formats.key, formats.value), recent))
+    key, value = (replace(f, window=Window(0, r)) for f, r in zip((formats.key, formats.value), recent, strict=True))
     assert_close(Scene.of(with_formats(LayerFormat(key, value)), [1, 64, 65, 130, 200, 999]))
 
 

@@ -16,11 +16,13 @@ def codes(t: int, d: int, side: str) -> list[tuple[int, int]]:
             for step in range(d // 16):
                 if side == "key":
                     pair = [8 * step + 2 * c, 8 * step + 2 * c + 1]
-                    channels = [*pair, d // 2 + pair[0], d // 2 + pair[1]]
-                    found += [(first + token, channel) for token in (r, r + 8) for channel in channels]
+                    pairs = [pair, [d // 2 + pair[0], d // 2 + pair[1]]]
+                    found += [(first + t, channel) for pair in pairs for t in (r, r + 8) for channel in pair]
                 else:
-                    tokens = [2 * c, 2 * c + 1, 2 * c + 8, 2 * c + 9]
-                    found += [(first + token, 16 * step + row) for row in (r, r + 8) for token in tokens]
+                    pairs = [[2 * c, 2 * c + 1], [2 * c + 8, 2 * c + 9]]
+                    found += [
+                        (first + token, 16 * step + row) for pair in pairs for row in (r, r + 8) for token in pair
+                    ]
     return found
 
 

@@ -1,0 +1,108 @@
+"""Attention over pages compiles for every format of the shared list and every architecture: needs no GPU."""
+
+import ctypes
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from artifacts import LowRank, PageGeometry, Rope
+from runtime import attention, jit
+from runtime.rope import Rotation
+from runtime.sources import kernel_folder
+from runtime.units import attend_unit, units
+from tests.formats import CASES, Case, kivi, kvquant, random_bundle
+
+ROPE = Rope(128, "half", 1.0, "default")
+RECIPES = {"kvquant-4": kvquant(4), "kvquant-2": kvquant(2), "kivi-2": kivi(2)}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGNPOST_CACHE_DIR", str(tmp_path))
+
+
+def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
+    key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
+    return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv))
+
+
+def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half") -> jit.Unit:
+    formats = RECIPES[name]
+    key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
+    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_format(case: Case) -> None:
+    assert set(jit.report(unit_of(case), "sm_90a")) == {"attend", "merge"}
+
+
+@pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_architecture(name: str, arch: str) -> None:
+    assert jit.compile_unit(recipe_unit(name), arch)
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 16])
+@pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "float"])
+def test_rows_and_model_types(rows: int, dtype: str) -> None:
+    assert jit.compile_unit(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
+
+
+def test_tuned_kernels_without_outliers_do_not_spill() -> None:
+    assert jit.report(recipe_unit("kivi-2"), "sm_90a")["attend"].spill_bytes == 0
+
+
+STRUCTS = {"SideParams": attention._Side, "AttendParams": attention._Attend, "MergeParams": attention._Merge}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
+    """The same fields in the same order, and the same size by the compiler that compiles the kernels."""
+    struct = STRUCTS[name]
+    text = "".join((kernel_folder() / file).read_text() for file in ("attend.cuh", "merge.cuh"))
+    body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.S).group(1)
+    code = " ".join(line.split("//")[0].strip() for line in body.splitlines())
+    declared = [re.findall(r"\w+", part)[-1] for line in code.split(";") if line.strip() for part in line.split(",")]
+    assert declared == [field for field, *_ in struct._fields_]
+    unit = recipe_unit("kivi-2")
+    check = f"static_assert(sizeof(signpost::{name}) == {ctypes.sizeof(struct)});\n"
+    source = unit.source.replace("using Plan", check + "using Plan")
+    assert jit.compile_unit(jit.Unit("layout", source, unit.entries, unit.integers), "sm_90a")
+
+
+def test_a_bundle_compiles_each_unit_once() -> None:
+    found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
+    assert len(found) == len(set(found)) == 4  # two kinds of layers, two model types
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d": 96}, r'head dimension 96: the kernels have \(64, 128, 256\); take device="cpu"'),
+        ({"h_q": 9}, r"9 query heads are not a multiple of 2 kv heads"),
+        ({"dtype": "float64"}, r"dtype torch.float64: the kernels take torch.float16, torch.bfloat16, torch.float32"),
+        ({"t": 48}, r"pages of 48 tokens of keys and 48 of values: the kernels take 16, 32, 64 or 128"),
+        ({"rank": 16}, r"key.lowrank.rank=16: the kernels take at most 8"),
+    ],
+)
+def test_what_the_kernels_do_not_cover(changes, message) -> None:
+    formats, h_q, d = kivi(2, changes.get("t", 64)) if "t" not in changes else kvquant(2, 48), 8, changes.get("d", 128)
+    key, value = formats.key, formats.value
+    if "rank" in changes:
+        key = replace(key, lowrank=LowRank(changes["rank"], 1))
+    pair = (PageGeometry.of(key, 2, d, "key"), PageGeometry.of(value, 2, d, "value"))
+    with pytest.raises(jit.KernelError, match=message):
+        attention.check(*pair, changes.get("h_q", h_q), getattr(torch, changes.get("dtype", "float16")))
+
+
+def test_without_a_gpu_the_error_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    formats = kivi(2)
+    pair = [PageGeometry.of(f, 2, 128, side) for side, f in (("key", formats.key), ("value", formats.value))]
+    rotation = Rotation(ROPE, 10000.0 ** -(torch.arange(64) / 64))
+    with pytest.raises(jit.KernelError, match=r'no CUDA device .*device="cpu"'):
+        attention.PagedAttention(*pair, {}, {}, rotation, 8, torch.float16, "cuda")
