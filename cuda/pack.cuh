@@ -22,16 +22,14 @@ struct Packer {
     // Whole tokens' ranges come out of the search for their outliers, if the slice is still there when they are needed.
     static constexpr bool RANGES_KNOWN = A::SPANS && P::SELECT == Select::TOKEN && A::SLICES_PER_CTA == 1;
 
-    Page<S, P> page;
-    Dense<S, P> dense;
-    Sparse<S, P> sparse;
+    // References, so that the compiler keeps all of it in registers.
+    Page<S, P>& page;
+    Dense<S, P>& dense;
+    Sparse<S, P>& sparse;
 
-    __device__ Packer(const PackParams& params, unsigned char* shared) : page(params, shared), dense(page), sparse(page) {}
-
-    __device__ void run() {
+    __device__ __forceinline__ void run() {
         if (!page.locate()) return;
         if constexpr (CODES) dense.load_codebook();
-        if constexpr (P::CLUSTER) cluster_sync();  // all CTAs have started
         bool known = false;
         if constexpr (A::SPARSE) known = find_outliers();
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
@@ -41,7 +39,7 @@ struct Packer {
                     dense.find_scales();
                     __syncthreads();
                 }
-                dense.encode([](int, int, int, float) {});
+                dense.encode([](auto, const auto&, int, int, int) {});
             }
             if constexpr (A::SPARSE) {
                 sparse.write_lists([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); });
@@ -54,27 +52,30 @@ struct Packer {
         }
     }
 
-    // Makes a slice the one at hand and brings its numbers. Ends with a barrier.
-    __device__ void bring(int index) {
+    // Makes a slice the one at hand and brings its numbers; clear: and has no outliers yet. Ends with a barrier.
+    __device__ __forceinline__ void bring(int index, bool clear = false) {
         page.turn_to(index);
+        page.begin_stage();
         if constexpr (CODES && S::SCALES == Scales::CHANNEL_BUNDLE) dense.load_scales();
-        if constexpr (A::SPARSE) sparse.load_bounds();
-        page.stage();
+        if constexpr (A::SPARSE) {
+            sparse.load_bounds();
+            if (clear) sparse.clear_mask();
+        }
+        page.end_stage();
     }
     // The same where it may still be there.
-    __device__ void bring_back(int index) {
+    __device__ __forceinline__ void bring_back(int index) {
         if constexpr (A::SLICES_PER_CTA > 1) bring(index);
     }
 
     // Fills the mask and the lists' beginnings; where codes do not depend on it, codes too. Returns whether ranges are known.
-    __device__ bool find_outliers() {
+    __device__ __forceinline__ bool find_outliers() {
         bool cleared = false;
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            page.turn_to(i);
-            sparse.clear_mask();
-            bring(i);
+            bring(i, true);
+            if constexpr (P::CLUSTER) cluster_start();  // all CTAs run: their shared memory may be written
             if constexpr (A::FUSED) {
-                dense.encode([&](int row, int head, int channel, float x) { sparse.take_outside(row, head, channel, x); });
+                dense.encode([&](auto part, const auto& x, int row, int head, int channel) { sparse.take_outside(part, x, row, head, channel); });
             } else {
                 sparse.select([&](int row, float low, float high) {
                     if constexpr (RANGES_KNOWN) dense.put_range(row, 0, 0, low, high);
@@ -106,10 +107,10 @@ struct Packer {
         return sub(x, add(decoded(x, row, head, channel), correction));
     }
     __device__ __forceinline__ float decoded(float x, int row, int head, int channel) const {
-        return dense.decoded(Search<Dense<S, P>::BITS>(dense.tree()), x, row, head, channel);
+        return dense.decoded(dense.search(), x, row, head, channel);
     }
 
-    __device__ void write_residual() {
+    __device__ __forceinline__ void write_residual() {
         if (!page.params.residual) return;
         for (int i = threadIdx.x; i < A::TOKENS * page.heads * A::D; i += A::THREADS) {
             const int channel = i % A::D, head = i / A::D % page.heads, row = i / A::D / page.heads;
@@ -121,7 +122,10 @@ struct Packer {
 
 template <class S, class P>
 __device__ __forceinline__ void pack(const PackParams& params) {
-    Packer<S, P>(params, shared_memory()).run();
+    Page<S, P> page(params, shared_memory());
+    Dense<S, P> dense(page);
+    Sparse<S, P> sparse(page);
+    Packer<S, P>{page, dense, sparse}.run();
 }
 
 }  // namespace signpost

@@ -10,29 +10,35 @@
 
 namespace signpost {
 
-// Codes of normalized numbers: how many edges lie below. Two levels of the search tree are kept in registers.
+// Codes of normalized numbers: how many edges lie below. Two levels of the search tree are kept in registers; below them a number's
+// place is the address of its node in shared memory, which costs less than the node's number.
 template <int BITS>
 struct Search {
+    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1
     float top, low, high;
-    const float* tree;  // in shared memory: node k has children 2 k and 2 k + 1, the root is 1
 
-    __device__ __forceinline__ explicit Search(const float* nodes) : tree(nodes) {
-        top = nodes[1];
+    __device__ __forceinline__ explicit Search(const float* nodes) : tree(shared_address(nodes)), top(nodes[1]) {
         if constexpr (BITS > 1) {
             low = nodes[2];
             high = nodes[3];
         }
     }
-    __device__ __forceinline__ int operator()(float x) const {
+    // Address of the leaf: 4 * code behind that of code 0.
+    __device__ __forceinline__ int place(float x) const {
         const bool first = x > top;
-        if constexpr (BITS == 1) return first;
-        const bool second = x > (first ? high : low);
-        int node = (first ? 6 : 4) + (second ? 1 : 0);
+        if constexpr (BITS == 1) return tree + (first ? 12 : 8);
+        int at = descend(first ? 12 : 8, x, first ? high : low, tree, tree + 4);
 #pragma unroll
-        for (int i = 2; i < BITS; ++i) node = 2 * node + (x > tree[node] ? 1 : 0);
-        return node - (1 << BITS);
+        for (int i = 2; i < BITS; ++i) at = descend(at, x, load_shared(at), -tree, 4 - tree);
+        return at;
     }
+    __device__ __forceinline__ int leaves() const { return tree + (4 << BITS); }
+    __device__ __forceinline__ int operator()(float x) const { return (place(x) - leaves()) / 4; }
 };
+
+// Which part of a run: number FIRST is the first.
+template <int FIRST>
+struct Part {};
 
 template <class S, class P>
 struct Dense {
@@ -40,6 +46,8 @@ struct Dense {
     using L = PackLayout<S, P>;
     static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, BITS = S::BITS ? S::BITS : 1;
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
+    static constexpr int AT_ONCE = Page<S, P>::AT_ONCE;
+    using Codes = Search<BITS>;
 
     Page<S, P>& page;
     float2* const factors;  // 1 / scale and zero
@@ -50,7 +58,7 @@ struct Dense {
           factors(p.template at<float2>(L::FACTORS_AT)),
           scales(p.template at<float>(L::SCALES_AT)) {}
 
-    __device__ __forceinline__ const float* tree() const { return page.template at<const float>(L::TREE_AT); }
+    __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT)); }
     __device__ __forceinline__ const float* values() const { return page.template at<const float>(L::VALUES_AT); }
 
     // Tables that all slices share. A barrier has to follow.
@@ -242,23 +250,23 @@ struct Dense {
         high = fmaxf(high, x);
     }
 
-    __device__ __forceinline__ int code(const Search<BITS>& search, float x, float2 factor) const { return search(mul(sub(x, factor.y), factor.x)); }
+    static __device__ __forceinline__ float normalized(float x, float2 factor) { return mul(sub(x, factor.y), factor.x); }
 
     // The number that (row, head, channel) decodes to before outliers are corrected.
-    __device__ __forceinline__ float decoded(const Search<BITS>& search, float x, int row, int head, int channel) const {
+    __device__ __forceinline__ float decoded(const Codes& search, float x, int row, int head, int channel) const {
         const int i = index(row, head, channel);
         const float2 factor = factors[i];
         const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
-        return add(factor.y, mul(scale, values()[code(search, x, factor)]));
+        return add(factor.y, mul(scale, values()[search(normalized(x, factor))]));
     }
 
-    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look(x, row, head, channel): sees the numbers of a
-    // run, the first one's place.
+    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look: sees the numbers of a run, see
+    // Sparse::take_outside.
     template <class Look>
     __device__ __forceinline__ void encode(Look look) {
         constexpr int LANES = TOKENS == 8 ? 16 : 32, TILES = TOKENS == 8 ? 1 : TOKENS / TILE;
         constexpr int TOGETHER = BITS == 3 && RUNS > 1 ? 2 : 1;  // runs whose words are stored together
-        const Search<BITS> search(tree());
+        const Codes search = this->search();
         const int number = page.slice / A::HEAD_SLICES, part = number % 2;  // half tiles: which half of the lanes
         float nothing = 0.0f;  // NaN once a number was NaN or infinite
         for (int i = threadIdx.x; i < page.heads * TILES * (RUNS / TOGETHER) * LANES; i += A::THREADS) {
@@ -271,12 +279,10 @@ struct Dense {
 #pragma unroll
             for (int run = 0; run < TOGETHER; ++run) {
                 const int on = chunk * TOGETHER + run, channel = P::VALUES ? on * 64 + r : on * 32 + 2 * c;
-                float x[RUN];
-                page.load_run(x, row, head, channel);
-                encode_run(search, words[run], x, row, head, channel, on);
 #pragma unroll
-                for (int k = 0; k < RUN; ++k) nothing = fmaf(x[k], 0.0f, nothing);
-                look(x, row, head, channel);
+                for (int k = 0; k < BITS; ++k) words[run][k] = 0;
+                encode_part<0>(search, words[run], row, head, channel, on, nothing, look);
+                encode_part<AT_ONCE>(search, words[run], row, head, channel, on, nothing, look);
             }
             store(&words[0][0], TOKENS == 8 ? number / 2 : number * TILES + tile, head, lane, chunk * TOGETHER);
         }
@@ -295,26 +301,40 @@ struct Dense {
         return Place::rows_on(i) * HEADS * A::GROUPS + half + within / S::SCALE_CHANNELS;
     }
 
-    __device__ __forceinline__ void encode_run(const Search<BITS>& search, unsigned (&words)[BITS], const float (&x)[RUN], int row, int head, int channel, int run) {
+    // Codes of numbers FIRST ... of a run into its words, all zero before the first part.
+    template <int FIRST, class Look>
+    __device__ __forceinline__ void encode_part(const Codes& search, unsigned (&words)[BITS], int row, int head, int channel, int run, float& nothing, Look look) {
+        using Place = Page<S, P>;
+        constexpr int PER_WORD = BITS == 3 ? 10 : 32 / BITS;
         const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
         const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
+        float x[AT_ONCE];
+        page.template load_run<FIRST>(x, row, head, channel);
 #pragma unroll
-        for (int i = 0; i < BITS; ++i) words[i] = 0;
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-            const float2 factor = REGULAR ? first[scales_on(i)] : factors[index(row + Page<S, P>::rows_on(i), head, channel + Page<S, P>::channels_on(i))];
-            const unsigned found = code(search, x[i], factor);
-            if constexpr (BITS != 3) {
-                words[i / (32 / BITS)] += found << (BITS * (i % (32 / BITS)));
-            } else if (i < 30) {
-                words[i / 10] += found << (3 * (i % 10));
-            } else if (i == 30) {  // the two bits left in each of three words hold the last two codes
-                words[0] += found << 30;
-                words[1] += (found & 4u) << 28;
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int i = FIRST + k;
+            nothing = fmaf(x[k], 0.0f, nothing);
+            const float2 factor = REGULAR ? first[scales_on(i)] : factors[index(row + Place::rows_on(i), head, channel + Place::channels_on(i))];
+            // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
+            const unsigned place = search.place(normalized(x[k], factor)), code = (place - search.leaves()) / 4;
+            const int shift = BITS * (i % PER_WORD);
+            if (BITS == 3 && i == 30) {  // the two bits left in each of three words hold the last two codes
+                words[0] += code << 30;
+                words[1] += (code & 4u) << 28;
+            } else if (BITS == 3 && i == 31) {
+                words[1] += (code & 1u) << 31;
+                words[2] += (code & 6u) << 29;
             } else {
-                words[1] += (found & 1u) << 31;
-                words[2] += (found & 6u) << 29;
+                words[i / PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
             }
+        }
+        look(Part<FIRST>(), x, row, head, channel);
+        if constexpr (FIRST + AT_ONCE == RUN) {
+            unsigned ones = 0;
+#pragma unroll
+            for (int i = 0; i < PER_WORD; ++i) ones |= 1u << (BITS * i);
+#pragma unroll
+            for (int i = 0; i < BITS; ++i) words[i] -= ones * (search.leaves() / 4);
         }
     }
 

@@ -31,6 +31,35 @@ __device__ __forceinline__ F16 narrow(float x) {
 __device__ __forceinline__ float widen(BF16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }
 
+// Two neighbours, aligned to both.
+__device__ __forceinline__ float2 widen_pair(unsigned x, F16) {
+    float2 y;
+    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ float2 widen_pair(unsigned x, BF16) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)); }
+// The smaller and the larger of two pairs.
+__device__ __forceinline__ unsigned min_pair(unsigned a, unsigned b, F16) {
+    unsigned y;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned max_pair(unsigned a, unsigned b, F16) {
+    unsigned y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned min_pair(unsigned a, unsigned b, BF16) {
+    unsigned y;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned max_pair(unsigned a, unsigned b, BF16) {
+    unsigned y;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
@@ -44,6 +73,20 @@ __device__ __forceinline__ unsigned char* shared_memory() {
     return memory;
 }
 
+// Addresses of shared memory, and loads from it that the compiler may reorder: for what does not change any more.
+__device__ __forceinline__ int shared_address(const void* p) { return static_cast<int>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float load_shared(int address) {
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+// 2 * at + (x > edge ? right : left), in three instructions.
+__device__ __forceinline__ int descend(int at, float x, float edge, int left, int right) {
+    int y;
+    asm("{\n.reg .pred p;\n.reg .s32 t;\nsetp.gt.f32 p, %2, %3;\nselp.s32 t, %5, %4, p;\nmad.lo.s32 %0, %1, 2, t;\n}" : "=r"(y) : "r"(at), "f"(x), "f"(edge), "r"(left), "r"(right));
+    return y;
+}
+
 // Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
 __device__ __forceinline__ void copy16(void* to, const void* from) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -55,6 +98,12 @@ __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" 
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+// Waits until all CTAs of the cluster have come here, without a fence.
+__device__ __forceinline__ void cluster_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 template <typename N>
@@ -71,6 +120,10 @@ __device__ __forceinline__ N* remote(N* mine, int rank) {
 __device__ __forceinline__ F16 narrow(float x) { return narrow_to<F16>(x); }
 #endif
 
+__device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), F16()); }
+__device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }
+__device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
+
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }
 // To float16, beyond its range to its largest finite number.
@@ -82,6 +135,13 @@ __device__ __forceinline__ unsigned ordered(float x) {
     return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float unordered(unsigned key) { return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// The same of numbers of two bytes, in 16 bits.
+__device__ __forceinline__ unsigned ordered16(unsigned bits) {
+    if (bits == 0x8000u) bits = 0;
+    return bits & 0x8000u ? ~bits & 0xFFFFu : bits | 0x8000u;
+}
+__device__ __forceinline__ unsigned unordered16(unsigned key) { return key & 0x8000u ? key ^ 0x8000u : ~key & 0xFFFFu; }
 
 __device__ __forceinline__ float warp_min(float x) {
 #pragma unroll

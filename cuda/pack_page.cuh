@@ -88,6 +88,9 @@ struct Shape {
     static constexpr int SCALE_COLUMNS = S::SCALES == Scales::TOKEN ? GROUPS : S::SCALES == Scales::NORM ? 1 : D;
     static constexpr int SCALES = S::SCALES == Scales::NONE ? 0 : SPANS ? TOKENS : SCALE_ROWS * HEADS * SCALE_COLUMNS;
     static constexpr int CLUSTER_CTAS = P::CLUSTER ? P::CTAS : 1;
+    static constexpr int ANGLES = S::ROPE_DIM ? S::ROPE_DIM / 2 + 8 : 0;  // from one token's to the next's: other banks
+    // Numbers of two bytes in shared memory, as they came: pairs of them are handled at once.
+    static constexpr bool AS_THEY_CAME = P::STORE == Store::SHARED && sizeof(typename P::Input) == 2 && !S::ROTATE && !S::CENTER && S::ROPE_DIM == 0;
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
@@ -117,22 +120,32 @@ constexpr int align16(int bytes) { return (bytes + 15) / 16 * 16; }
 template <class S, class P>
 struct PackLayout {
     using A = Shape<S, P>;
-    static constexpr int INPUT_BYTES = sizeof(typename P::Input), STORED_BYTES = S::ROTATE ? 4 : INPUT_BYTES;
+    template <bool ROTATED, typename Input>
+    struct Kept {
+        using Type = Input;
+    };
+    template <typename Input>
+    struct Kept<true, Input> {
+        using Type = float;
+    };
+    using Stored = typename Kept<S::ROTATE != 0, typename P::Input>::Type;
+    static constexpr int INPUT_BYTES = sizeof(typename P::Input), STORED_BYTES = sizeof(Stored);
     static constexpr int SLICE_NUMBERS = A::HEADS * A::TOKENS * A::ROW;
-    static constexpr int CANDIDATES_PER_WARP = 256;
+    static constexpr int CANDIDATE_BYTES = 1024;  // of a warp
     static constexpr int TILE_AT = 0;                                                              // Stored [HEADS][TOKENS][ROW]
     static constexpr int RAW_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : 0);
     static constexpr int ROWS_AT = RAW_AT + (S::ROTATE ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
-    static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // Row [TOKENS]
-    static constexpr int TREE_AT = ROPE_AT + A::TOKENS * S::ROPE_DIM / 2 * 8;                      // (cos, sin) [TOKENS][ROPE_DIM / 2]
-    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // edges as a search tree
-    static constexpr int SCALES_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);
-    static constexpr int BOUNDS_AT = SCALES_AT + 3 * align16(4 * A::SCALES);                       // before: scale, 1 / scale, zero
-    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 2 * align16(4 * A::HEADS * A::D) : 0);
+    static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
+    static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
+    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
+    static constexpr int FACTORS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);
+    static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
+    static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
+    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
     static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::HEADS * A::TOKENS * A::WORDS) : 0);
     static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(A::H * A::BLOCKS) : 0);      // before: u8 [H][BLOCKS]
     static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::BLOCKS + 1)) : 0);  // before: u32
-    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? 8 * A::WARPS * CANDIDATES_PER_WARP : 0);
+    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : 0);
     static constexpr int SCRATCH_AT = RESIDUAL_AT + (S::SKETCH ? align16(A::TOKENS * (A::D + 4) * 4) : 0);   // before: f32, of a head
     static constexpr int BYTES = SCRATCH_AT + 256;                                                 // u32 [64]
 };
@@ -156,7 +169,7 @@ struct Page {
     int slice, first_head, heads;  // the slice at hand
     unsigned* mask;             // its outliers, [HEADS][TOKENS][WORDS]
 
-    __device__ Page(const PackParams& p, unsigned char* s) : params(p), shared(s), rank(blockIdx.x % P::CTAS) {}
+    __device__ __forceinline__ Page(const PackParams& p, unsigned char* s) : params(p), shared(s), rank(blockIdx.x % P::CTAS) {}
 
     template <typename N>
     __device__ __forceinline__ N* at(int offset) const {
@@ -164,7 +177,7 @@ struct Page {
     }
 
     // Which page this CTA packs; false: none. The same for all threads of all CTAs of the page.
-    __device__ bool locate() {
+    __device__ __forceinline__ bool locate() {
         sequence = blockIdx.y;
         launched = blockIdx.x / P::CTAS + gridDim.x / P::CTAS * blockIdx.y;
         if (params.lengths) {
@@ -201,23 +214,12 @@ struct Page {
         mask = at<unsigned>(L::MASK_AT) + index * A::HEADS * A::TOKENS * A::WORDS;
     }
 
-    // Brings the numbers of the slice, and what belongs to its tokens and heads. All threads; ends with a barrier.
-    __device__ void stage() {
+    // Starts to bring the numbers of the slice. All threads; has a barrier.
+    __device__ __forceinline__ void begin_stage() {
         Row* rows = at<Row>(L::ROWS_AT);
         for (int row = threadIdx.x; row < A::TOKENS; row += A::THREADS) rows[row] = source(A::token(slice, row));
-        if constexpr (S::ROPE_DIM > 0) {
-            float2* table = at<float2>(L::ROPE_AT);
-            for (int i = threadIdx.x; i < A::TOKENS * (S::ROPE_DIM / 2); i += A::THREADS) {
-                const int row = i / (S::ROPE_DIM / 2), pair = i % (S::ROPE_DIM / 2);
-                const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
-                table[i].x = mul(mul(cosf(angle), params.scaling), params.unscaling);
-                table[i].y = mul(-mul(sinf(angle), params.scaling), params.unscaling);
-            }
-        }
         __syncthreads();
-        if constexpr (S::ROTATE) {
-            for (int head = 0; head < heads; ++head) rotate(head);
-        } else if constexpr (P::STORE == Store::SHARED) {
+        if constexpr (P::STORE == Store::SHARED && !S::ROTATE) {
             constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE;
             Input* tile = at<Input>(L::TILE_AT);
             for (int i = threadIdx.x; i < A::HEADS * A::TOKENS * PIECES; i += A::THREADS) {
@@ -226,9 +228,28 @@ struct Page {
                 if (A::H % A::HEADS && head >= heads) continue;
                 copy16(tile + (head * A::TOKENS + row) * A::ROW + piece * PIECE, rows[row].data + (first_head + head) * rows[row].head + piece * PIECE);
             }
-            copy_wait();
-            __syncthreads();
         }
+    }
+
+    // Waits for them and turns them as the format wants. All threads; ends with a barrier.
+    __device__ __forceinline__ void end_stage() {
+        if constexpr (S::ROPE_DIM > 0) {
+            float2* table = at<float2>(L::ROPE_AT);
+            for (int i = threadIdx.x; i < A::TOKENS * (S::ROPE_DIM / 2); i += A::THREADS) {
+                const int row = i / (S::ROPE_DIM / 2), pair = i % (S::ROPE_DIM / 2);
+                const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
+                float2 turn;
+                turn.x = mul(mul(cosf(angle), params.scaling), params.unscaling);
+                turn.y = mul(-mul(sinf(angle), params.scaling), params.unscaling);
+                table[row * A::ANGLES + pair] = turn;
+            }
+        }
+        if constexpr (S::ROTATE) {
+            for (int head = 0; head < heads; ++head) rotate(head);
+        } else if constexpr (P::STORE == Store::SHARED) {
+            copy_wait();
+        }
+        __syncthreads();
     }
 
     // The numbers of a token of the page.
@@ -242,7 +263,7 @@ struct Page {
 
     // One head's vectors times P, after the mean is taken off. Sums in float with fused multiply-adds, channels in ascending order:
     // other orders, like torch's, differ in the last bits. All threads.
-    __device__ void rotate(int head) {
+    __device__ __forceinline__ void rotate(int head) {
         constexpr int ROWS = 8;  // that a thread sums at once
         const Row* rows = at<Row>(L::ROWS_AT);
         float* raw = at<float>(L::RAW_AT);
@@ -305,12 +326,59 @@ struct Page {
             if (channel >= S::ROPE_DIM) return x;
             const int pair = S::INTERLEAVED ? channel / 2 : channel % PAIRS;
             const bool second = S::INTERLEAVED ? channel % 2 : channel >= PAIRS;
-            const float2 turn = at<const float2>(L::ROPE_AT)[row * PAIRS + pair];
+            const float2 turn = at<const float2>(L::ROPE_AT)[row * A::ANGLES + pair];
             const int partner = S::INTERLEAVED ? channel ^ 1 : second ? channel - PAIRS : channel + PAIRS;
             const float y = mul(raw(row, head, partner), turn.y);
             return second ? add(mul(x, turn.x), y) : sub(mul(x, turn.x), y);
         } else {
             return centered(raw(row, head, channel), head, channel);
+        }
+    }
+
+    // The 32 numbers whose codes are a lane's run of a tile, in their order (artifacts/order.py), so many at a time. Number i is step i / 8, half i / 4 % 2,
+    // upper i / 2 % 2, e i % 2; relative to the first it stands so many rows and channels on:
+    static constexpr int FAR = A::TOKENS == 8 ? 4 : 8;  // rows to tokens 8 further on
+    static __device__ __forceinline__ constexpr int rows_on(int i) { return P::VALUES ? i / 4 % 2 * FAR + i % 2 : i / 2 % 2 * FAR; }
+    static __device__ __forceinline__ constexpr int channels_on(int i) { return P::VALUES ? i / 8 * 16 + i / 2 % 2 * 8 : i / 4 % 2 * (A::D / 2) + i / 8 * 8 + i % 2; }
+
+    static constexpr int AT_ONCE = 16;
+
+    // Numbers FIRST ... of a run whose first number is at (row, head, channel).
+    template <int FIRST>
+    __device__ __forceinline__ void load_run(float (&x)[AT_ONCE], int row, int head, int channel) const {
+        constexpr bool KEYS = !P::VALUES, HALVES = S::ROPE_DIM == A::D && !S::INTERLEAVED;
+        if constexpr (P::STORE != Store::SHARED || (S::ROPE_DIM > 0 && !HALVES)) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = number_at(row + rows_on(FIRST + i), head, channel + channels_on(FIRST + i));
+            return;
+        }
+        using Stored = typename L::Stored;
+        const Stored* from = at<const Stored>(L::TILE_AT) + (head * A::TOKENS + row) * A::ROW + channel;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i += KEYS ? 2 : 1) {
+            const Stored* here = from + rows_on(FIRST + i) * A::ROW + channels_on(FIRST + i);
+            if constexpr (KEYS) {
+                const float2 pair = load_pair(here);
+                x[i] = pair.x;
+                x[i + 1] = pair.y;
+            } else {
+                x[i] = widen(*here);
+            }
+        }
+        if constexpr (S::CENTER && !S::ROTATE) {
+            const float* means = params.mean + (first_head + head) * A::D + channel;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = sub(x[i], means[channels_on(FIRST + i)]);
+        }
+        if constexpr (HALVES) {  // number i and number i + 4 of the other half of the head are a pair
+            const float2* table = at<const float2>(L::ROPE_AT) + row * A::ANGLES + channel;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i += i % 4 == 3 ? 5 : 1) {
+                const float2 turn = table[rows_on(FIRST + i) * A::ANGLES + channels_on(FIRST + i)];
+                const float first = x[i], second = x[i + 4];
+                x[i] = sub(mul(first, turn.x), mul(second, turn.y));
+                x[i + 4] = add(mul(second, turn.x), mul(first, turn.y));
+            }
         }
     }
 

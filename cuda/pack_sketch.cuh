@@ -17,11 +17,11 @@ struct Sketcher {
     Page<S, P>& page;
     float* const residual;  // of a head [TOKENS][ROW]
 
-    __device__ explicit Sketcher(Page<S, P>& p) : page(p), residual(p.template at<float>(L::RESIDUAL_AT)) {}
+    __device__ __forceinline__ explicit Sketcher(Page<S, P>& p) : page(p), residual(p.template at<float>(L::RESIDUAL_AT)) {}
 
     // left(x, row, head, channel): what the parts before leave of a number. All threads.
     template <class Left>
-    __device__ void encode(Left left) {
+    __device__ __forceinline__ void encode(Left left) {
         for (int head = 0; head < page.heads; ++head) {
             fill(left, head, 0);
             unsigned char* to = page.head_page(page.first_head + head);
@@ -37,24 +37,24 @@ struct Sketcher {
 
     // The head's residual, all but the channels of the other sketch.
     template <class Left>
-    __device__ void fill(Left left, int head, int which) {
+    __device__ __forceinline__ void fill(Left left, int head, int which) {
         __syncthreads();
-        bool finite = true;
+        float nothing = 0.0f;  // NaN once a number was NaN or infinite
         for (int i = threadIdx.x; i < TOKENS * D; i += A::THREADS) {
             const int row = i / D, channel = i % D;
             float x = left(page.number_at(row, head, channel), row, head, channel);
-            finite = finite && fabsf(x) <= FLOAT_MAX;
+            nothing = fmaf(x, 0.0f, nothing);
             if constexpr (S::OUTLIER_SKETCH > 0) {
                 if ((page.params.outlier_mask[(page.first_head + head) * D + channel] ? 1 : 0) != which) x = 0.0f;
             }
             residual[row * ROW + channel] = x;
         }
-        if (!finite) page.report(4);
+        if (!(nothing == 0.0f)) page.report(4);
         __syncthreads();
     }
 
     template <int M>
-    __device__ void signs(const float* s, unsigned char* to) {
+    __device__ __forceinline__ void signs(const float* s, unsigned char* to) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         for (int i = warp; i < TOKENS / ROWS * (M / 32); i += A::WARPS) {
             const int word = i % (M / 32), first = i / (M / 32) * ROWS;
@@ -77,7 +77,7 @@ struct Sketcher {
         }
     }
 
-    __device__ void norms(unsigned char* to) {
+    __device__ __forceinline__ void norms(unsigned char* to) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         for (int row = warp; row < TOKENS; row += A::WARPS) {
             float sum = 0.0f;

@@ -2,24 +2,25 @@
 
 `plan` decides how a format's pages are cut among CTAs, `pack_unit` writes the unit over `cuda/pack.cuh`, and `Packer`
 launches it on PyTorch's current stream: nothing is allocated and nothing is waited for, so a step can be captured in a
-CUDA graph. The bytes are those of the torch codec (`runtime.codec`), with these exceptions, where a sum is rounded in
-another order: norms (`normalize: norm`, sketches) by one unit of float16 in the last place, and what follows from them;
-signs of a sketch's products that are within rounding of zero; all of a rotated format's numbers in the last bits of float32.
+CUDA graph. The bytes are those of the torch codec (`runtime.codec`) on the same device, with these exceptions, where a
+sum is rounded in another order: norms (`normalize: norm`, sketches) by one unit of float16 in the last place, and what
+follows from them; signs of a sketch's products that are within rounding of zero; all of a rotated format's numbers in
+the last bits of float32; and which of two zeros the middle of a range of zeros is.
 
 Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float32).
-Factors are found by torch (`runtime.parts.lowrank`, any device), which synchronizes: they cannot be captured in a graph.
-`Packer` does both, and then packs a sketch of what is left with a second kernel, if the format has one.
+Factors are found by torch (`runtime.parts.lowrank`), which synchronizes, so that they cannot be captured in a graph.
+`Packer.prompt` does both, and then packs a sketch of what is left with a second kernel, if the format has one.
 """
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from artifacts import PageGeometry, Rope
+from artifacts.geometry import SEGMENT_PAGES
 from artifacts.parts.sparse import BLOCK
 from runtime import jit
 from runtime.codec import Codec, PagePool
@@ -31,11 +32,13 @@ from runtime.units import side_struct
 INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
-CANDIDATES = 256  # per warp: `PackLayout::CANDIDATES_PER_WARP`
+CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 NO_PROMPT = (1 << 31) - 1
 
-# Dynamic shared bytes that a CTA can have, and all that an SM has.
-_SHARED = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_89": (99, 100), "sm_90a": (227, 228), "sm_100": (227, 228), "sm_120": (99, 100)}
+# KiB of shared memory that a CTA can have, and all that an SM has.
+_SHARED = {"sm_80": (163, 164), "sm_90a": (227, 228), "sm_100": (227, 228)} | {
+    f"sm_{n}": (99, 100) for n in (86, 89, 120)
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Plan:
     cluster: bool
     store: str
     threads: int
+    blocks: int  # that an SM is to hold: what registers are divided by
     shared: int  # bytes of a CTA
     workspace: int  # bytes of a CTA
 
@@ -88,13 +92,14 @@ class _Cut:
 
     @property
     def scales(self) -> int:
-        part, d = self.geometry.format.dense, self.geometry.shape.d
+        part = self.geometry.format.dense
         if part is None:
             return 0
         if part.spans_heads:
             return self.tokens
         rows, _, columns = part.scale_shape(self.geometry.shape)
-        return max(1, rows * self.tokens // self.geometry.shape.t) * self.heads * columns if rows > 1 else self.heads * d
+        of_slice = max(1, rows * self.tokens // self.geometry.shape.t)
+        return of_slice * self.heads * columns
 
     def shared(self, store: str, per_cta: int, threads: int) -> int:
         """Shared bytes: `PackLayout::BYTES`, which the unit asserts."""
@@ -102,14 +107,15 @@ class _Cut:
         d, select = shape.d, select_kind(self.geometry)
         size = self.tile if store == "SHARED" else 0
         size += _align(self.tokens * (d + 8) * 4) if fmt.rotate else 0
-        size += 16 * self.tokens + self.tokens * self.rope_dim // 2 * 8
+        size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
-        size += 3 * _align(4 * self.scales)
-        size += 2 * _align(4 * self.heads * d) if select == "CHANNEL_BUNDLE" else 0
+        size += _align(8 * self.scales)
+        size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
+        size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
         if fmt.sparse:
             blocks = shape.numbers // BLOCK
             size += _align(4 * per_cta * self.heads * self.tokens * d // 32) + _align(blocks) + _align(4 * blocks + 4)
-        size += 8 * threads // 32 * CANDIDATES if select == "TOKEN" else 0
+        size += threads // 32 * CANDIDATES if select == "TOKEN" else 0
         size += _align(self.tokens * (d + 4) * 4) if fmt.sketch else 0
         return size + 256
 
@@ -121,12 +127,12 @@ def _align(size: int) -> int:
 def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str) -> Plan:
     """How to cut pages for `arch`. rope: of keys that are stored before RoPE, or None.
 
-    Slices that must agree (outliers of all heads share a list) are a cluster's where there are clusters, else one CTA's.
+    Slices that must agree (outliers of all heads share a list) are a cluster's where there are clusters, else a CTA's.
     Raises KernelError for shapes and dtypes without a kernel, and where a page does not fit.
     """
     shape, fmt = geometry.shape, geometry.format
     if dtype not in INPUTS:
-        raise KernelError(f"numbers of {dtype}: the pack kernel takes {', '.join(map(str, INPUTS))}, or use the torch codec")
+        raise KernelError(f"numbers of {dtype}: the pack kernel takes {', '.join(map(str, INPUTS))}")
     if shape.d not in HEAD_DIMS:
         raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
     if fmt.domain == "pre_rope" and rope is None:
@@ -154,7 +160,11 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         online = fmt.sparse is not None and fmt.sparse.thresholds == "online"
         per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
         size = c.shared(store, per_cta, threads)
-        return Plan(select, per_end, slots, c.tokens, c.heads, ctas, clusters and ctas > 1, store, threads, size, workspace)
+        # Sums over channels keep more registers busy.
+        most = 512 if fmt.rotate or fmt.sketch else 1024
+        blocks = max(1, min(whole // (size + 1024), most // threads))
+        cluster = clusters and ctas > 1
+        return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
 
     def work(p: Plan) -> tuple[int, ...]:
         # Small enough for three CTAs on an SM, then least work beside the numbers: angles and scales of each CTA.
@@ -162,7 +172,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         crowd = min(3, whole // (p.shared + 1024))
         return (-crowd, beside, p.ctas)
 
-    apart = [made(c, c.slices, "SHARED") for c in cuts if not fmt.sparse or (clusters and 1 < c.slices <= CLUSTER_LIMIT)]
+    agreeing = [c for c in cuts if clusters and 1 < c.slices <= CLUSTER_LIMIT]
+    apart = [made(c, c.slices, "SHARED") for c in (agreeing if fmt.sparse else cuts)]
     alone = [made(c, 1, "SHARED") for c in cuts] if fmt.sparse else []
     elsewhere = [made(c, 1 if fmt.sparse else c.slices, "WORKSPACE" if fmt.rotate else "INPUT") for c in cuts]
     for options in (apart, alone, elsewhere):
@@ -173,8 +184,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
             return min(fits, key=work)
     least = min(p.shared for p in elsewhere)
     raise KernelError(
-        f"a page of {shape.t} tokens x {shape.h_kv} kv heads x {shape.d} channels needs {least} bytes of shared memory to "
-        f"be packed, {arch} has {room}: take pages of fewer tokens (t), or use the torch codec"
+        f"to pack a page of {shape.t} tokens x {shape.h_kv} kv heads x {shape.d} channels takes {least} bytes of "
+        f"shared memory, {arch} has {room}: take pages of fewer tokens (t), or use the torch codec"
     )
 
 
@@ -184,17 +195,18 @@ def pack_unit(name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch
 
 
 def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
-    """For formats with factors and a sketch: packs the sketch of what is left (float32 [p, t, h_kv, d]), and no more."""
-    parts = "BITS = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
+    """For formats with factors and a sketch: packs the sketch of what is left, float32 [p, t, h_kv, d], and no more."""
+    numbers = "BITS = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
     scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
-    return _unit(name, f"Left : Side {{ static constexpr int {parts}; {scales} }}", geometry, None, torch.float32, sketch_plan(geometry, arch))
+    left = f"Left : Side {{ static constexpr int {numbers}; {scales} }}"
+    return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch))
 
 
 def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
     """`plan` of `sketch_unit`."""
-    from dataclasses import replace
-
-    alone = replace(geometry.format, dense=None, sparse=None, lowrank=None, center=None, rotate=None, domain="post_rope")
+    alone = replace(
+        geometry.format, dense=None, sparse=None, lowrank=None, center=None, rotate=None, domain="post_rope"
+    )
     return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
 
 
@@ -213,6 +225,7 @@ def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype
         "THREADS": p.threads,
     }
     packed, _, body = side.partition(" ")
+    cluster = f" __cluster_dims__({p.ctas}, 1, 1)" if p.cluster else ""
     lines = [
         '#include "pack.cuh"',
         side_struct("Side", geometry, rope),
@@ -223,9 +236,11 @@ def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype
         f"    static constexpr signpost::Select SELECT = signpost::Select::{p.select};",
         f"    static constexpr signpost::Store STORE = signpost::Store::{p.store};",
         "};",
-        f"static_assert(signpost::PackLayout<{packed}, Plan>::BYTES == {p.shared}, \"runtime/pack.py counts shared memory alike\");",
-        f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, \"runtime/pack.py has the same parameters\");",
-        f'extern "C" __global__ void __launch_bounds__(Plan::THREADS){f" __cluster_dims__({p.ctas}, 1, 1)" if p.cluster else ""}',
+        f"static_assert(signpost::PackLayout<{packed}, Plan>::BYTES == {p.shared}, "
+        '"runtime/pack.py counts shared memory alike");',
+        f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, "
+        '"runtime/pack.py has the same parameters");',
+        f'extern "C" __global__ void __launch_bounds__(Plan::THREADS, {p.blocks}){cluster}',
         f"pack(const __grid_constant__ signpost::PackParams params) {{ signpost::pack<{packed}, Plan>(params); }}",
     ]
     return Unit(name, "\n".join(lines) + "\n", ("pack",))
@@ -234,13 +249,13 @@ def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype
 class Source(ctypes.Structure):
     """Numbers: strides of sequences, tokens and heads."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("sequence", ctypes.c_longlong), ("token", ctypes.c_longlong), ("head", ctypes.c_longlong))
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("sequence", "token", "head")))
 
 
 _POINTERS = (
-    "table lengths offsets heads records edges values scale zero lower upper mean rotation inv_freq sketch outlier_sketch "
-    "outlier_mask residual workspace status"
-).split()
+    *("table", "lengths", "offsets", "heads", "records", "edges", "values", "scale", "zero", "lower", "upper", "mean"),
+    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "residual", "workspace", "status"),
+)
 
 
 class Params(ctypes.Structure):
@@ -262,13 +277,13 @@ class Params(ctypes.Structure):
 
 
 def source(x: Tensor) -> Source:
-    """x [b, tokens, h_kv, d] as a kernel takes it. Raises KernelError where channels or 16-byte pieces do not lie together."""
+    """x [b, tokens, h_kv, d] as a kernel takes it. Raises KernelError where 16 bytes of channels lie apart."""
     pieces = 16 // x.dtype.itemsize
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
     if x.dim() != 4 or x.stride(3) != 1 or any(stride % pieces for stride in strides) or x.data_ptr() % 16:
         raise KernelError(
-            f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces of "
-            "16 bytes of neighbouring channels; make them contiguous"
+            f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces "
+            "of 16 bytes of neighbouring channels; make them contiguous"
         )
     return Source(x.data_ptr(), *x.stride()[:3])
 
@@ -284,17 +299,18 @@ class Packer:
     """Packs pages of one side of one layer. Makes its tables and kernels once; `prompt` and `step` only launch.
 
     codec: of the side, on a CUDA device. rotation: of the model, for keys stored before RoPE, or None. dtype: of the
-    numbers. capacity: bytes of work space at most, for formats whose rotated slices do not fit shared memory.
+    numbers. name: of the unit.
     """
 
     def __init__(self, codec: Codec, rotation: Rotation | None, dtype: torch.dtype, name: str = "pack"):
         geometry, self.device = codec.geometry, codec.device
-        fmt, shape = geometry.format, geometry.shape
+        fmt = geometry.format
         rope = rotation.rope if rotation and fmt.domain == "pre_rope" else None
         arch = jit.arch_of(self.device)
         self.codec, self.geometry, self.dtype = codec, geometry, dtype
         self.plan = plan(geometry, rope, dtype, arch)
-        self.kernel = jit.load(pack_unit(name, geometry, rope, dtype, arch), self.device).kernel("pack")
+        self.unit = pack_unit(name, geometry, rope, dtype, arch)
+        self.kernel = jit.load(self.unit, self.device).kernel("pack")
         self.tables = device_tables(codec, rotation if rope else None)
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -308,6 +324,15 @@ class Packer:
             setattr(self._params, field, tensor.data_ptr())
         if rope:
             self._params.scaling, self._params.unscaling = scalings(rope)
+
+    def reserve(self, b: int, pages: int = 1) -> None:
+        """Work space for launches of so many pages of b sequences, which few formats need (`plan.workspace`).
+
+        To be called before a step is captured in a graph; launches that need more take it themselves.
+        """
+        size = self.plan.ctas * pages * b * self.plan.workspace
+        if self._workspace.numel() < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def prompt(
         self,
@@ -325,18 +350,31 @@ class Packer:
 
         x [b, n, h_kv, d]: tokens from number `first_token` on; older ones come from ring [b, capacity, h_kv, d], where
         token n behind the sinks is at n % capacity. table int32 [b, at least first_page + pages]. offsets: int32 [b],
-        positions of token 0, or None. segments: int64, ids of segments to fill, for formats with factors: b times as many
-        as `geometry.segments` says for `pages` pages at once.
+        positions of token 0, or None. segments: int64 on the device, ids of segments to fill, for formats with factors:
+        for each sequence as many as `geometry.segments` says for `pages` pages at once.
         """
         params = self._bound(pool, table, offsets)
         params.prompt, params.prompt_first = source(self._checked(x)), first_token
         if ring is not None:
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
-        params.first_page, params.lengths = first_page, None
-        last = first_page * self.geometry.shape.t + self.geometry.format.window.sinks
-        if last < first_token and ring is None:
-            raise KernelError(f"page {first_page} begins at token {last}, before the first that is given ({first_token}): pass the ring")
-        self._run(params, pool, table, table.shape[0], pages, segments)
+        oldest = first_page * self.geometry.shape.t + self.geometry.format.window.sinks
+        if oldest < first_token and ring is None:
+            raise KernelError(
+                f"page {first_page} begins at token {oldest}, before the first given one ({first_token}): pass the ring"
+            )
+        b = table.shape[0]
+        if not self.geometry.format.lowrank:
+            params.first_page = first_page
+            self._launch(self.kernel, self.plan, params, b, pages)
+            return
+        each = self.geometry.segments(pages, pages)
+        if segments is None or segments.numel() != b * each:
+            have = 0 if segments is None else segments.numel()
+            raise KernelError(f"{b} x {pages} pages form {b * each} segments, {have} ids were given (segments=)")
+        for k in range(each):
+            params.first_page = first_page + k * SEGMENT_PAGES
+            count = min(SEGMENT_PAGES, pages - k * SEGMENT_PAGES)
+            self._with_factors(params, pool, table, b, count, segments.view(b, each)[:, k])
 
     def step(
         self,
@@ -346,19 +384,18 @@ class Packer:
         lengths: Tensor,
         fresh: int = 1,
         offsets: Tensor | None = None,
-        segments: Tensor | None = None,
     ) -> None:
-        """Packs the page that has just filled, for each sequence where one has: lengths, int32 [b], on the device, decide.
+        """Packs the page that has just filled, of each sequence where one has: lengths, int32 [b] on the device, say.
 
-        lengths: cached tokens, the last `fresh` (at most t) of them new since the last call. ring, table, offsets: as in
-        `prompt`. Formats with factors: not here, see `prompt`.
+        lengths: cached tokens, the last `fresh` (at most t) of them new since the last call. ring, table, offsets: as
+        in `prompt`. Raises KernelError for formats with factors.
         """
         if self.geometry.format.lowrank:
-            raise KernelError("factors are found by torch, which needs to know on the host which pages fill: use `prompt`")
+            raise KernelError("factors are found by torch, and the host has to know which pages fill: use `prompt`")
         params = self._bound(pool, table, offsets)
         params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
         params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
-        self._run(params, pool, table, table.shape[0], 1, None)
+        self._launch(self.kernel, self.plan, params, table.shape[0], 1)
 
     def check(self) -> None:
         """Waits for the kernels so far and raises KernelError if one of them met what it cannot pack."""
@@ -383,58 +420,36 @@ class Packer:
         params.capacity_pages = pool.capacity
         return params
 
-    def _run(self, params: Params, pool: PagePool, table: Tensor, b: int, pages: int, segments: Tensor | None) -> None:
+    def _launch(self, kernel: jit.Kernel, p: Plan, params: Params, b: int, pages: int) -> None:
         if not b or not pages:
             return
-        residual = None
-        if self.geometry.format.lowrank:
-            shape = self.geometry.shape
-            residual = torch.empty(b * pages, shape.t, shape.h_kv, shape.d, device=self.device)
-            params.residual = residual.data_ptr()
-        if size := self.plan.ctas * pages * b * self.plan.workspace:
-            if self._workspace.numel() < size:
-                self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if p.workspace:
+            self.reserve(b, pages)
             params.workspace = self._workspace.data_ptr()
-        self._launch(self.kernel, self.plan, params, b, pages)
-        if residual is not None:
-            self._factorize(params, pool, table, residual, b, pages, segments)
-
-    def _launch(self, kernel: jit.Kernel, p: Plan, params: Params, b: int, pages: int) -> None:
         kernel.launch((pages * p.ctas, b, 1), p.threads, p.shared, params, jit.current_stream(self._index))
 
-    def _factorize(
-        self, params: Params, pool: PagePool, table: Tensor, residual: Tensor, b: int, pages: int, segments: Tensor | None
+    def _with_factors(
+        self, params: Params, pool: PagePool, table: Tensor, b: int, pages: int, segments: Tensor
     ) -> None:
-        """Factors of what codes and outliers left, by torch; then the sketch of what the factors left, by a kernel."""
-        first, part, shape = params.first_page, self.geometry.format.lowrank, self.geometry.shape
-        each = self.geometry.segments(pages, pages)
-        if segments is None or segments.numel() != b * each:
-            have = 0 if segments is None else segments.numel()
-            raise KernelError(f"{b} x {pages} pages form {b * each} segments, {have} ids were given (segments=)")
+        """One segment of each sequence: codes and outliers by the kernel, factors of what they left by torch, and the
+        sketch of what these left by another kernel."""
+        part, shape = self.geometry.format.lowrank, self.geometry.shape
         assert part is not None
-        ids = table[:, first : first + pages].long()
-        left = residual.view(b, pages, shape.t, shape.h_kv, shape.d)
+        left = torch.empty(b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
+        params.residual = left.data_ptr()
+        self._launch(self.kernel, self.plan, params, b, pages)
+        ids = table[:, params.first_page : params.first_page + pages].long()
         for i in range(b):
-            for k, group in enumerate(_groups(pages)):
-                x = left[i, group]
-                fields, product = lowrank.encode(part, shape, x, None, {}, x.shape[0])
-                place = i * each + k
-                pool.write(ids[i, group], fields, segments[place : place + 1])
-                x -= product
+            fields, product = lowrank.encode(part, shape, left[i], None, {}, pages)
+            pool.write(ids[i], fields, segments[i : i + 1])
+            left[i] -= product
         if self._sketcher is not None:
             rest = Params.from_buffer_copy(params)
             # Sequences and pages in the order in which they were written out; no token comes from elsewhere.
             rest.prompt = source(left.flatten(1, 2))
-            rest.prompt_first = first * shape.t + self.geometry.format.window.sinks
+            rest.prompt_first = params.first_page * shape.t + self.geometry.format.window.sinks
             rest.residual = None
             self._launch(self._sketcher, self._sketch_plan, rest, b, pages)
-
-
-def _groups(pages: int) -> Iterator[slice]:
-    from artifacts.geometry import SEGMENT_PAGES
-
-    for first in range(0, pages, SEGMENT_PAGES):
-        yield slice(first, min(first + SEGMENT_PAGES, pages))
 
 
 def _int32(x: Tensor, what: str) -> int:

@@ -1,4 +1,4 @@
-"""What tests of packing share: numbers and tables whose sums are exact in any order, and pages as the torch codec makes them."""
+"""What tests of packing share: numbers and tables whose sums are exact in any order, the torch codec's pages."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -41,13 +41,16 @@ def on_grid(x: np.ndarray) -> np.ndarray:
 
 
 def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., h_kv, d]: `smooth` like a cache's; `grid`: on a grid, so that many are equal and squares add up exactly;
-    `equal`: few distinct ones; `huge`: one head holds nearly all outliers."""
+    """Numbers [..., h_kv, d] of a kind.
+
+    smooth: like a cache's. grid: on a grid, so that many are equal and squares add up exactly. equal: few distinct.
+    huge: one head holds nearly all outliers.
+    """
     x = cache_numbers(shape, seed)
     if kind == "grid":
         x = on_grid(x.clip(-31, 31))
     elif kind == "equal":
-        x = np.sign(x) * (np.abs(x) > 2)
+        x = np.sign(x) * (np.abs(x) > 2) + 0.0  # which of two zeros a range ends at is open
     elif kind == "huge":
         x[..., 0, :] *= 50
     return torch.from_numpy(x.astype(np.float32)).to(dtype)
@@ -56,7 +59,7 @@ def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) ->
 def reference(
     codec: Codec, rotation: Rotation | None, x: Tensor, first_page: int, pages: int, offset: int
 ) -> dict[str, Tensor]:
-    """Fields of pages of one sequence x [n, h_kv, d], all its tokens, by the torch codec as `runtime.cache.Side` runs it."""
+    """Fields of pages of one sequence x [n, h_kv, d] (all its tokens) by the torch codec, like `runtime.cache.Side`."""
     t, sinks = codec.geometry.shape.t, codec.geometry.format.window.sinks
     first = sinks + first_page * t
     leaving = x[first : first + pages * t]
@@ -65,6 +68,17 @@ def reference(
         leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
     groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
     return join_fields([codec.encode(group, group.shape[0])[0] for group in groups])
+
+
+def ring_of(x: Tensor, n: int, capacity: int, sinks: int) -> Tensor:
+    """The window of a sequence x [.., h_kv, d] of which n tokens have come: token k behind the sinks at k % capacity.
+
+    What no token has reached is NaN.
+    """
+    ring = torch.full((capacity, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
+    for k in range(max(0, n - sinks - capacity), n - sinks):
+        ring[k % capacity] = x[sinks + k]
+    return ring
 
 
 def poisoned(geometry: PageGeometry, capacity: int, device: torch.device | str = "cpu", segments: int = 0) -> PagePool:
@@ -76,12 +90,12 @@ def poisoned(geometry: PageGeometry, capacity: int, device: torch.device | str =
 
 
 def differences(got: PagePool, wanted: PagePool, loose: Iterable[str] = ()) -> list[str]:
-    """What differs between two pools, byte for byte; fields in `loose` may differ by one unit of float16 in the last place."""
+    """What differs between two pools, byte for byte; those in `loose` may, by one unit of float16 in the last place."""
     found = []
     got, wanted = (_copied(pool) for pool in (got, wanted))
     for name in loose:
         mine, theirs = got.field(name).view(torch.int16).int(), wanted.field(name).view(torch.int16).int()
-        if worst := int((mine - theirs).abs().max()) > 1:
+        if (worst := int((mine - theirs).abs().max())) > 1:
             found.append(f"{name}: off by {worst} units in the last place")
         got.field(name).copy_(wanted.field(name))
     for name, placed in wanted.geometry.fields.items():
@@ -90,12 +104,16 @@ def differences(got: PagePool, wanted: PagePool, loose: Iterable[str] = ()) -> l
         mine, theirs = got.field(name), wanted.field(name)
         if mine.dtype == torch.float16:
             mine, theirs = mine.view(torch.int16), theirs.view(torch.int16)
+            if name in ("scale", "zero"):  # which zero the middle of a range of zeros is, the order of comparisons says
+                mine, theirs = (torch.where(x == -32768, 0, x) for x in (mine, theirs))
         if not torch.equal(mine, theirs):
             where = (mine != theirs).nonzero()
             first = tuple(where[0].tolist())
-            found.append(
-                f"{name}: {len(where)} of {mine.numel()} differ, first at {first}: {mine[first]} instead of {theirs[first]}"
-            )
+            values = f"{mine[first]} instead of {theirs[first]}"
+            found.append(f"{name}: {len(where)} of {mine.numel()} differ, first at {first}: {values}")
+    for name in ("scale", "zero"):
+        if name in wanted.geometry.fields and not found:
+            got.field(name).copy_(wanted.field(name))
     if not found:
         for name in ("heads", "records"):
             if not torch.equal(getattr(got, name), getattr(wanted, name)):
@@ -114,9 +132,8 @@ def sides() -> list[tuple[str, PageGeometry, Any]]:
     """Name, geometry and the model's RoPE of both sides of all cases and of the recipes that are fast."""
     found = []
     for case in CASES:
-        found += [
-            (f"{case.name}.{side}", PageGeometry.of(fmt, case.h_kv, case.d, side), case.rope) for side, fmt in case.sides()
-        ]
+        for side, fmt in case.sides():
+            found.append((f"{case.name}.{side}", PageGeometry.of(fmt, case.h_kv, case.d, side), case.rope))
     for name, formats in (("kvquant4", kvquant(4)), ("kvquant2", kvquant(2)), ("kivi2", kivi(2))):
         rope = CASES[1].rope
         for side, fmt in (("key", formats.key), ("value", formats.value)):

@@ -237,6 +237,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     for (int i = 0; i < 32; ++i) most = values[i] > most ? values[i] : most;
     return static_cast<unsigned>(most);
 }
+inline unsigned __reduce_min_sync(unsigned, unsigned x) { return ~__reduce_max_sync(~0u, ~x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename N>
@@ -266,6 +267,9 @@ inline float mul(float a, float b) { return a * b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float root(float a) { return std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
+inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()); }
+inline float load_shared(int address) { return *reinterpret_cast<const float*>(shared_memory() + address); }
+inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
 inline void copy16(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
         std::fprintf(stderr, "copy16: not aligned\n");
@@ -275,6 +279,7 @@ inline void copy16(void* to, const void* from) {
 }
 inline void copy_wait() {}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
+inline void cluster_start() { cluster_sync(); }
 template <typename N>
 N* remote(N* mine, int rank) {
     emulator::Block* here = emulator::current->block;
@@ -293,6 +298,36 @@ float widen(Half x) {
         const float size = exponent ? std::ldexp(1024.0f + rest, static_cast<int>(exponent) - 25) : std::ldexp(static_cast<float>(rest), -24);
         return as_float(sign | as_word(size));
     }
+}
+
+template <typename Half>
+Half half_of(unsigned pair, int which) {
+    Half x;
+    x.bits = static_cast<unsigned short>(pair >> 16 * which);
+    return x;
+}
+template <typename Half>
+float2 widen_pair(unsigned x, Half) {
+    return {widen(half_of<Half>(x, 0)), widen(half_of<Half>(x, 1))};
+}
+template <typename Half>
+unsigned chosen_pair(unsigned a, unsigned b, float sign) {
+    unsigned y = 0;
+    for (int i = 0; i < 2; ++i) {
+        const Half first = half_of<Half>(a, i), second = half_of<Half>(b, i);
+        const float x = sign * widen(first), z = sign * widen(second);
+        const bool tie = x == z && sign * (second.bits >> 15 ? -1.0f : 1.0f) < sign * (first.bits >> 15 ? -1.0f : 1.0f);  // -0 < 0
+        y |= static_cast<unsigned>(std::isnan(x) || z < x || tie ? second.bits : first.bits) << 16 * i;
+    }
+    return y;
+}
+template <typename Half>
+unsigned min_pair(unsigned a, unsigned b, Half) {
+    return chosen_pair<Half>(a, b, 1.0f);
+}
+template <typename Half>
+unsigned max_pair(unsigned a, unsigned b, Half) {
+    return chosen_pair<Half>(a, b, -1.0f);
 }
 
 // To the nearest float16, ties to even.

@@ -16,7 +16,7 @@ from runtime import pack
 from runtime.codec import Codec
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from tests.packing import differences, exact_tensors, numbers, poisoned, reference, sides
+from tests.packing import differences, exact_tensors, numbers, poisoned, reference, ring_of, sides
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 HERE = Path(__file__).parent
@@ -28,8 +28,9 @@ class HostRotation(Rotation):
 
     def _angles(self, positions):
         angles = (positions.float()[..., None] * self.inv_freq).numpy()
-        cos, sin = (np.array([f(x) for x in angles.ravel()], np.float32).reshape(angles.shape) for f in (_libm.cosf, _libm.sinf))
-        return torch.from_numpy(cos) * self.rope.scaling, torch.from_numpy(sin) * self.rope.scaling
+        found = (np.array([f(x) for x in angles.ravel()], np.float32) for f in (_libm.cosf, _libm.sinf))
+        cos, sin = (torch.from_numpy(x.reshape(angles.shape)) for x in found)
+        return cos * self.rope.scaling, sin * self.rope.scaling
 
     def unrotate(self, keys, positions):
         cos, sin = self._angles(positions)
@@ -58,8 +59,9 @@ def build(unit, plan):
             "    emulator::launch([&] { pack(*params); }, blocks, sequences, Plan::THREADS, "
             f"{plan.ctas if plan.cluster else 1}, {plan.shared}, 0xFF);\n}}\n"
         )
-        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{kernel_folder()}"]
-        done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
+        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+        command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(library))
 
@@ -74,7 +76,8 @@ class Emulated:
         self.library = build(pack.pack_unit("pack", geometry, rope, dtype, arch), self.plan)
         self.tables = pack.device_tables(codec, rotation if rope else None)
         self.status = torch.zeros(1, dtype=torch.int32)
-        self.params = pack.Params(status=self.status.data_ptr(), scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
+        self.params = pack.Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
+        self.params.status = self.status.data_ptr()
         for field, tensor in self.tables.items():
             setattr(self.params, field, tensor.data_ptr())
         if rope:
@@ -89,6 +92,10 @@ class Emulated:
         workspace = torch.empty(self.plan.ctas * pages * b * self.plan.workspace, dtype=torch.uint8)
         self.params.workspace = workspace.data_ptr()
         self.library.launch(pages * self.plan.ctas, b, ctypes.byref(self.params))
+
+
+# What the kernel packs of formats with factors.
+PACKED = ("codes", "scale", "zero", "start", "count", "index", "correction")
 
 
 def loose(geometry: PageGeometry) -> list[str]:
@@ -117,13 +124,115 @@ def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1):
     for i in range(b):
         fields = reference(codec, rotation, x[i], first_page, pages, int(offsets[i]))
         if "segment" in fields:  # factors are torch's, and what comes after them
-            fields = {k: v for k, v in fields.items() if k in ("codes", "scale", "zero", "start", "count", "index", "correction")}
+            fields = {k: v for k, v in fields.items() if k in PACKED}
         wanted.write(ids[i], fields)
     assert packer.status.item() == 0
     problems = differences(got, wanted, [] if geometry.format.lowrank else loose(geometry))
     assert not problems, f"{packer.plan}\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("name, geometry, rope", SIDES, ids=[side[0] for side in SIDES])
-def test_prompts(name, geometry, rope):
+OTHERS = ["smooth", "equal", "huge"]
+
+
+@pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
+def test_prompts(index):
+    """Numbers on a grid; then like a cache's, many equal ones, or more outliers than a page or block has room for."""
+    _, geometry, rope = SIDES[index]
     check_prompt(geometry, rope, torch.float16, "sm_90a", "grid")
+    # Norms of other numbers are rounded in another order than torch's.
+    norms = geometry.format.dense is not None and geometry.format.dense.normalize == "norm"
+    check_prompt(geometry, rope, torch.float16, "sm_90a", OTHERS[index % 3 or int(norms)])
+
+
+OUTLIERS = [side for side in SIDES[-6:] if side[1].format.sparse]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("dtype", list(pack.INPUTS))
+@pytest.mark.parametrize("name, geometry, rope", OUTLIERS, ids=[side[0] for side in OUTLIERS])
+def test_outliers_of_recipes(name, geometry, rope, dtype, kind):
+    check_prompt(geometry, rope, dtype, "sm_90a", kind, b=2)
+
+
+@pytest.mark.parametrize("index", range(0, len(SIDES), 4))
+def test_without_clusters(index):
+    """One CTA packs all slices of a page where there are outliers; what does not fit shared memory stays there."""
+    _, geometry, rope = SIDES[index]
+    check_prompt(
+        geometry, rope, [torch.bfloat16, torch.float32][index // 4 % 2], ["sm_80", "sm_86"][index // 4 % 2], "grid"
+    )
+
+
+FEW = SIDES[-6:] + [
+    side for i, side in enumerate(SIDES[:-6]) if i % 9 == 0 or (not side[1].format.lowrank and i % 6 == 0)
+]
+
+
+@pytest.mark.parametrize("fresh", [1, 5])
+@pytest.mark.parametrize("name, geometry, rope", FEW, ids=[side[0] for side in FEW])
+def test_steps(name, geometry, rope, fresh):
+    """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window."""
+    codec, rotation, packer = made(geometry, rope, torch.float16, "sm_90a")
+    shape, window = geometry.shape, geometry.format.window
+    full = window.sinks + window.recent + 2 * shape.t
+    lengths = [full, full - 1, full + fresh - 1, full + fresh, window.sinks, 0]  # two, none, two, none, none, none
+    due = [1 if full <= n < full + fresh else None for n in lengths]
+    capacity = window.recent + shape.t + fresh + 2
+    x = numbers("grid", (len(lengths), full + fresh, shape.h_kv, shape.d), 1, torch.float16)
+    ring = torch.stack([ring_of(x[i], n, capacity, window.sinks) for i, n in enumerate(lengths)])
+    table = torch.full((len(lengths), 5), 77, dtype=torch.int32)
+    table[:, 1] = torch.arange(len(lengths)).flip(0)
+    got, wanted = (poisoned(geometry, len(lengths)) for _ in range(2))
+    device_lengths = torch.tensor(lengths, dtype=torch.int32)
+    window_of = {"ring": pack.source(ring), "ring_capacity": capacity}
+    packer.run(got, table, len(lengths), 1, **window_of, lengths=device_lengths, fresh=fresh)
+    for i, page in enumerate(due):
+        if page is not None:
+            fields = reference(codec, rotation, x[i], page, 1, 0)
+            if "segment" in fields:
+                fields = {k: v for k, v in fields.items() if k in PACKED}
+            wanted.write(table[i, page : page + 1].long(), fields)
+    assert packer.status.item() == 0
+    problems = differences(got, wanted, [] if geometry.format.lowrank else loose(geometry))
+    assert not problems, "\n".join(problems)
+
+
+def test_a_page_from_window_and_prompt():
+    """A chunk of a prompt: the first page begins in the window and ends in the chunk."""
+    _, geometry, rope = SIDES[-6]
+    codec, rotation, packer = made(geometry, rope, torch.float16, "sm_90a")
+    shape, sinks = geometry.shape, geometry.format.window.sinks
+    x = numbers("grid", (1, sinks + 3 * shape.t, shape.h_kv, shape.d), 1, torch.float16)
+    before = sinks + shape.t + 20
+    ring = ring_of(x[0], before, shape.t, sinks)[None]
+    table = torch.arange(3, dtype=torch.int32)[None]
+    got, wanted = (poisoned(geometry, 3) for _ in range(2))
+    chunk = x[:, before:].contiguous()
+    sources = {"prompt": pack.source(chunk), "ring": pack.source(ring), "ring_capacity": shape.t}
+    packer.run(got, table, 1, 2, **sources, prompt_first=before, first_page=1)
+    wanted.write(torch.tensor([1, 2]), reference(codec, rotation, x[0], 1, 2, 0))
+    assert not differences(got, wanted)
+
+
+def test_bad_input_is_reported():
+    _, geometry, rope = SIDES[-6]
+    _, _, packer = made(geometry, rope, torch.float16, "sm_90a")
+    shape = geometry.shape
+    x = numbers("grid", (1, 1 + shape.t, shape.h_kv, shape.d), 1, torch.float16)
+    pool = poisoned(geometry, 2)
+    for page in (-1, 2):
+        packer.run(pool, torch.tensor([[page]], dtype=torch.int32), 1, 1, prompt=pack.source(x), prompt_first=0)
+        assert packer.status.item() == 1
+        assert (pool.heads == 0xFF).all()
+        assert (pool.records == 0xFF).all()
+        packer.status.zero_()
+    x[0, 5, 1, 3] = torch.nan
+    packer.run(pool, torch.tensor([[1]], dtype=torch.int32), 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() & 4
+    _, geometry, rope = SIDES[-1]  # KIVI's values: a range of more than float16 holds
+    _, _, packer = made(geometry, rope, torch.float32, "sm_90a")
+    x = numbers("grid", (1, shape.t, shape.h_kv, shape.d), 1, torch.float32)
+    x[0, 5, 1, 3] = 3e5
+    table = torch.tensor([[1]], dtype=torch.int32)
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 2

@@ -1,0 +1,104 @@
+"""Every format's pack kernel compiles without a GPU, and how its pages are cut."""
+
+import time
+
+import pytest
+import torch
+
+from artifacts import Dense, Format, PageGeometry, Sparse
+from runtime import jit, pack
+from runtime.jit import ARCHS, KernelError
+from tests.formats import kivi, kvquant
+from tests.packing import sides
+
+SIDES = sides()
+INPUTS = list(pack.INPUTS)
+STACK = 40  # bytes: what cosf and sinf use for angles beyond 10^5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIGNPOST_CACHE_DIR", str(tmp_path_factory.mktemp("units")))
+        yield
+
+
+def resources(geometry, rope, dtype, arch):
+    made = pack.plan(geometry, rope, dtype, arch)
+    found = jit.report(pack.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
+    assert found.registers * made.threads <= 65536, made
+    return made, found
+
+
+@pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
+def test_all_formats_compile_for_hopper(index):
+    _, geometry, rope = SIDES[index]
+    start = time.perf_counter()
+    made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a")
+    assert time.perf_counter() - start < 30
+    assert made.shared <= 227 * 1024
+    if geometry.format.lowrank and geometry.format.sketch:
+        jit.report(pack.sketch_unit("sketch", geometry, "sm_90a"), "sm_90a")
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_90a"])
+def test_other_architectures(arch):
+    """Every ninth format on each, so that all architectures together see most of them."""
+    for index in range(ARCHS.index(arch), len(SIDES), 9):
+        _, geometry, rope = SIDES[index]
+        resources(geometry, rope, INPUTS[index % 3], arch)
+
+
+LLAMA = [
+    (f"{name}.{side}", PageGeometry.of(fmt, 32, 128, side))
+    for name, formats in (("kvquant4", kvquant(4)), ("kvquant2", kvquant(2)), ("kivi2", kivi(2, 128)))
+    for side, fmt in (("key", formats.key), ("value", formats.value))
+]
+
+
+@pytest.mark.parametrize("name, geometry", LLAMA, ids=[side[0] for side in LLAMA])
+def test_recipes_at_full_size(name, geometry):
+    """Llama-2-7B's layer: nothing spills, and every number is read once."""
+    rope = SIDES[-1][2]
+    made, found = resources(geometry, rope, torch.float16, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.stack <= STACK
+    assert made.store == "SHARED"
+    assert made.ctas == geometry.shape.t // made.tokens * -(-32 // made.heads)
+
+
+def test_plans_are_the_same_without_a_gpu():
+    """Slices of keys with outliers: at most eight, a cluster; of values with whole tokens' scales: all heads."""
+    rope = SIDES[-1][2]
+    key, value = LLAMA[0][1], LLAMA[1][1]
+    made = pack.plan(key, rope, torch.float16, "sm_90a")
+    assert made.cluster
+    assert 1 < made.ctas <= pack.CLUSTER_LIMIT
+    made = pack.plan(value, None, torch.float16, "sm_90a")
+    assert (made.heads, made.cluster, made.select) == (32, True, "TOKEN")
+    made = pack.plan(key, rope, torch.float16, "sm_80")
+    assert (made.ctas, made.cluster) == (1, False)
+    assert pack.plan(LLAMA[-1][1], None, torch.float16, "sm_86").ctas > 1
+
+
+def test_what_has_no_kernel():
+    rope = SIDES[-1][2]
+    with pytest.raises(KernelError, match="head dimension 96"):
+        pack.plan(PageGeometry.of(kivi(2).value, 2, 96, "value"), None, torch.float16, "sm_90a")
+    with pytest.raises(KernelError, match=r"torch\.int8"):
+        pack.plan(LLAMA[0][1], rope, torch.int8, "sm_90a")
+    with pytest.raises(KernelError, match="rotary embedding"):
+        pack.plan(LLAMA[0][1], None, torch.float16, "sm_90a")
+    fmt = Format(512, Dense(2, "token"), Sparse(0.01, "token", "online"))
+    with pytest.raises(KernelError, match="take pages of fewer tokens"):
+        pack.plan(PageGeometry.of(fmt, 256, 256, "value"), None, torch.float16, "sm_86")
+
+
+def test_the_kernels_count_shared_memory_alike():
+    """A plan that disagrees does not compile."""
+    _, geometry, rope = SIDES[-1]
+    unit = pack.pack_unit("pack", geometry, rope, torch.float16, "sm_90a")
+    size = pack.plan(geometry, rope, torch.float16, "sm_90a").shared
+    wrong = jit.Unit(unit.name, unit.source.replace(f"BYTES == {size}", f"BYTES == {size + 16}"), unit.entries)
+    with pytest.raises(jit.CompileError, match="counts shared memory alike"):
+        jit.compile_unit(wrong, "sm_90a")

@@ -1,0 +1,248 @@
+"""Packing on a GPU against the torch codec on the same GPU, byte for byte."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.codec import Codec
+from runtime.jit import KernelError
+from runtime.pack import Packer, source
+from runtime.rope import Rotation
+from tests.formats import random_tensors
+from tests.packing import differences, exact_tensors, numbers, poisoned, reference, ring_of, sides
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIDES = sides()
+PLAIN = [side for side in SIDES if not side[1].format.lowrank]
+SPARSE = [side for side in PLAIN if side[1].format.sparse]
+RECIPES = SIDES[-6:]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+each_side = pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
+
+
+def loose(geometry):
+    return [name for name in ("norm", "outlier_norm") if name in geometry.fields]
+
+
+def rounds(fmt):
+    return fmt.rotate or fmt.sketch or (fmt.dense and fmt.dense.normalize == "norm")
+
+
+class Bench:
+    """A packer, the codec and a pool for b sequences of n tokens."""
+
+    def __init__(self, geometry, rope, dtype, tensors=None):
+        shape = geometry.shape
+        self.geometry, self.dtype = geometry, dtype
+        self.codec = Codec(geometry, tensors or exact_tensors(geometry.format, shape.h_kv, shape.d), "cuda")
+        inv_freq = (10000.0 ** -(np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
+        self.rotation = Rotation(rope, inv_freq, "cuda")
+        self.packer = Packer(self.codec, self.rotation, dtype)
+
+    def numbers(self, kind, b, n, seed=1):
+        return numbers(kind, (b, n, self.geometry.shape.h_kv, self.geometry.shape.d), seed, self.dtype).cuda()
+
+    def expected(self, pool, x, first_page, pages, ids, offsets, segments=None):
+        for i in range(x.shape[0]):
+            fields = reference(self.codec, self.rotation, x[i], first_page, pages, int(offsets[i]))
+            pool.write(ids[i].long(), fields, None if segments is None else segments[i])
+
+
+def check_prompt(geometry, rope, dtype, kind, b=2, pages=3, first_page=1):
+    bench, window, t = Bench(geometry, rope, dtype), geometry.format.window, geometry.shape.t
+    x = bench.numbers(kind, b, window.sinks + (first_page + pages) * t + 3)
+    ids = torch.randperm(b * pages + 2, device="cuda", dtype=torch.int32)[: b * pages].view(b, pages)
+    table = torch.full((b, first_page + pages + 1), 99, dtype=torch.int32, device="cuda")
+    table[:, first_page : first_page + pages] = ids
+    offsets = torch.arange(b, dtype=torch.int32, device="cuda") * 1000 + 7
+    count = geometry.segments(pages, pages)
+    segments = torch.arange(b * count, device="cuda").flip(0) if count else None
+    got, wanted = (poisoned(geometry, b * pages + 2, "cuda", b * count) for _ in range(2))
+    bench.packer.prompt(got, table, x, first_page, pages, offsets=offsets, segments=segments)
+    bench.packer.check()
+    bench.expected(wanted, x, first_page, pages, ids, offsets, None if segments is None else segments.view(b, -1))
+    return bench, got, wanted, ids
+
+
+@each_side
+def test_prompt(index):
+    """Several pages of several sequences into pages in any order, at different positions; every dtype in turn."""
+    _, geometry, rope = SIDES[index]
+    _, got, wanted, ids = check_prompt(geometry, rope, DTYPES[index % 3], "grid")
+    if geometry.format.lowrank:
+        check_factors(geometry, got, wanted, ids.flatten().long())
+    elif geometry.format.domain == "pre_rope" and rounds(geometry.format):  # un-rotated numbers are off the grid
+        assert (got.heads == wanted.heads).float().mean() > 0.999
+        assert (got.records == wanted.records).float().mean() > 0.99
+    else:
+        problems = differences(got, wanted, loose(geometry))
+        assert not problems, "\n".join(problems)
+
+
+def check_factors(geometry, got, wanted, ids):
+    """Codes, outliers and segments' numbers to the bit; products of factors; nearly all signs of what these left."""
+    for name in ("codes", "scale", "zero", "start", "count", "index", "correction", "segment"):
+        if name in geometry.fields:
+            assert torch.equal(got.field(name)[ids].view(torch.uint8), wanted.field(name)[ids].view(torch.uint8)), name
+    product = [
+        pool.field("left")[ids].float() @ pool.field("right")[pool.field("segment")[ids][:, 0].long()].float().mT
+        for pool in (got, wanted)
+    ]
+    assert (product[0] - product[1]).norm() <= 1e-2 * product[1].norm()
+    for name in ("signs", "outlier_signs"):
+        if name in geometry.fields:
+            wrong = (got.field(name)[ids] ^ wanted.field(name)[ids]).view(torch.uint8).unsqueeze(-1)
+            wrong = (wrong >> torch.arange(8, device="cuda", dtype=torch.uint8)) & 1
+            assert wrong.float().mean() < 2e-3, name
+    for name in loose(geometry):
+        mine, theirs = got.field(name)[ids].float(), wanted.field(name)[ids].float()
+        assert ((mine - theirs).abs() <= 2e-3 * theirs + 1e-6).all(), name
+
+
+@pytest.mark.parametrize("kind", ["smooth", "equal", "huge"])
+@pytest.mark.parametrize("index", range(len(SPARSE)), ids=[side[0] for side in SPARSE])
+def test_outliers(index, kind):
+    """Like a cache's numbers, many equal ones, more outliers than a page or block has room for."""
+    _, geometry, rope = SPARSE[index]
+    norms = geometry.format.dense and geometry.format.dense.normalize == "norm"
+    if norms and (kind != "equal" or geometry.format.domain == "pre_rope"):
+        pytest.skip("norms of these are rounded in another order")
+    _, got, wanted, _ = check_prompt(geometry, rope, DTYPES[index % 3], kind)
+    problems = differences(got, wanted, loose(geometry))
+    assert not problems, "\n".join(problems)
+
+
+ROUNDED = [side for side in PLAIN if rounds(side[1].format)]
+
+
+@pytest.mark.parametrize("name, geometry, rope", ROUNDED, ids=[side[0] for side in ROUNDED])
+def test_sums_that_round(name, geometry, rope):
+    """Real rotations, sketches and norms: pages differ from the codec's by rounding and by codes on an edge."""
+    shape = geometry.shape
+    bench = Bench(geometry, rope, torch.float16, random_tensors(geometry.format, shape.h_kv, shape.d, 0))
+    x = bench.numbers("smooth", 1, geometry.format.window.sinks + 4 * shape.t)
+    table = torch.arange(4, dtype=torch.int32, device="cuda")[None]
+    got, wanted = (poisoned(geometry, 4, "cuda") for _ in range(2))
+    bench.packer.prompt(got, table, x, 0, 4)
+    bench.packer.check()
+    bench.expected(wanted, x, 0, 4, table, [0])
+    for name, placed in geometry.fields.items():
+        mine, theirs = got.field(name), wanted.field(name)
+        if placed.field.dtype == "float16" and name != "correction":
+            near = (mine.float() - theirs.float()).abs() <= 2**-10 * theirs.float().abs() + 2**-12
+            assert near.float().mean() > 0.999, name
+        elif name in ("codes", "signs", "outlier_signs"):
+            assert ((mine ^ theirs) != 0).float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("name, geometry, rope", RECIPES, ids=[side[0] for side in RECIPES])
+def test_many_pages(name, geometry, rope):
+    _, got, wanted, _ = check_prompt(geometry, rope, torch.float16, "smooth", pages=150, first_page=0)
+    problems = differences(got, wanted)
+    assert not problems, "\n".join(problems)
+
+
+STEPS = [side for i, side in enumerate(PLAIN) if i % 3 == 0] + RECIPES
+
+
+@pytest.mark.parametrize("fresh", [1, 3])
+@pytest.mark.parametrize("name, geometry, rope", STEPS, ids=[side[0] for side in STEPS])
+def test_steps_in_a_graph(name, geometry, rope, fresh):
+    """One captured step, replayed while lengths grow: pages are packed as they fill, from windows that wrap around."""
+    bench, shape, window = Bench(geometry, rope, torch.float16), geometry.shape, geometry.format.window
+    starts = [0, 5, window.sinks + shape.t - 2]
+    capacity = window.recent + shape.t + fresh - 1
+    steps = (window.sinks + window.recent + 2 * shape.t) // fresh + 1
+    x = bench.numbers("grid", 3, max(starts) + steps * fresh)
+    ids = torch.randperm(12, device="cuda", dtype=torch.int32).view(3, 4)
+    lengths = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, 3, 11], dtype=torch.int32, device="cuda")
+    got, wanted = (poisoned(geometry, 12, "cuda") for _ in range(2))
+    ring = torch.stack([ring_of(x[i], n, capacity, window.sinks) for i, n in enumerate(starts)])
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        bench.packer.step(got, ids, ring, lengths, fresh, offsets)
+    assert (got.heads == 0xFF).all()
+    for step in range(steps):
+        for i, start in enumerate(starts):
+            for token in range(start + step * fresh, start + (step + 1) * fresh):
+                if token >= window.sinks:
+                    ring[i, (token - window.sinks) % capacity] = x[i, token]
+        lengths += fresh
+        graph.replay()
+    bench.packer.check()
+    for i, n in enumerate(lengths.tolist()):
+        already, full = window.pages(starts[i], shape.t), window.pages(n, shape.t)
+        assert full > already
+        bench.expected(wanted, x[i : i + 1], already, full - already, ids[i : i + 1, already:full], offsets[i : i + 1])
+    problems = differences(got, wanted, loose(geometry))
+    assert not problems, "\n".join(problems)
+
+
+def test_chunk_of_a_prompt():
+    """The first page begins in the window and ends in the chunk."""
+    _, geometry, rope = RECIPES[0]
+    bench, shape, sinks = Bench(geometry, rope, torch.float16), geometry.shape, geometry.format.window.sinks
+    x = bench.numbers("smooth", 1, sinks + 3 * shape.t)
+    before = sinks + shape.t + 20
+    ring = ring_of(x[0], before, shape.t, sinks)[None]
+    table = torch.arange(3, dtype=torch.int32, device="cuda")[None]
+    got, wanted = (poisoned(geometry, 3, "cuda") for _ in range(2))
+    bench.packer.prompt(got, table, x[:, before:].contiguous(), 1, 2, before, ring)
+    bench.expected(wanted, x, 1, 2, table[:, 1:], [0])
+    assert not differences(got, wanted)
+    with pytest.raises(KernelError, match="pass the ring"):
+        bench.packer.prompt(got, table, x[:, before:].contiguous(), 1, 2, before)
+
+
+def test_what_cannot_be_packed():
+    _, geometry, rope = RECIPES[-1]
+    bench, shape = Bench(geometry, rope, torch.float16), geometry.shape
+    x = bench.numbers("smooth", 1, shape.t)
+    pool = poisoned(geometry, 2, "cuda")
+    bench.packer.prompt(pool, torch.tensor([[2]], dtype=torch.int32, device="cuda"), x, 0, 1)
+    with pytest.raises(KernelError, match="page id outside"):
+        bench.packer.check()
+    assert (pool.heads == 0xFF).all()
+    x[0, 1, 1, 1] = torch.nan
+    table = torch.tensor([[1]], dtype=torch.int32, device="cuda")
+    bench.packer.prompt(pool, table, x, 0, 1)
+    with pytest.raises(KernelError, match="NaN"):
+        bench.packer.check()
+    bench.packer.check()  # told once
+    with pytest.raises(KernelError, match="this packer takes"):
+        bench.packer.prompt(pool, table, x.float(), 0, 1)
+    with pytest.raises(KernelError, match="int32"):
+        bench.packer.prompt(pool, table.long(), x, 0, 1)
+    with pytest.raises(KernelError, match="contiguous"):
+        source(x.transpose(2, 3))
+
+
+def test_factors_are_not_for_steps():
+    _, geometry, rope = next(side for side in SIDES if side[1].format.lowrank)
+    bench = Bench(geometry, rope, torch.float16)
+    with pytest.raises(KernelError, match="use `prompt`"):
+        bench.packer.step(poisoned(geometry, 1, "cuda", 1), None, None, None)
+
+
+def test_stream_and_launch_cost(record_property):
+    """Launches go to PyTorch's current stream."""
+    _, geometry, rope = RECIPES[0]
+    bench, shape, window = Bench(geometry, rope, torch.float16), geometry.shape, geometry.format.window
+    ring = bench.numbers("smooth", 1, shape.t)
+    lengths = torch.tensor([window.sinks + shape.t], dtype=torch.int32, device="cuda")
+    table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    pool = poisoned(geometry, 1, "cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        bench.packer.step(pool, table, ring, lengths)
+    torch.cuda.current_stream().synchronize()
+    assert (pool.heads[:, :, 0].cpu() == 0xFF).all()  # not yet: behind the sleep on its stream
+    stream.synchronize()
+    assert not (pool.heads == 0xFF).all()
