@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 from rich.console import Console
@@ -57,7 +58,7 @@ def measure(name: str, side: SideName, h_kv: int, n: int, copy: float) -> Row:
     codec = Codec(geometry, tables(fmt, numbers(1024, h_kv, 99)), "cuda")
     packer = Packer(codec, rotation, torch.float16)
     pages = (n - fmt.window.sinks) // fmt.t
-    x = torch.cat([numbers(4096, h_kv, i).half() for i in range(-(-n // 4096))])[None, :n]
+    x = prompt(h_kv, n)
     pool = PagePool(geometry, pages, "cuda")
     table = torch.randperm(pages, device="cuda", dtype=torch.int32)[None]
     us = timed([lambda: packer.prompt(pool, table, x, 0, pages)])
@@ -70,6 +71,12 @@ def measure(name: str, side: SideName, h_kv: int, n: int, copy: float) -> Row:
         name, side, geometry.bits, us, bytes_, bytes_ / us * 1e-6, bytes_ / (us * 1e-6) / copy, alone, together, idle,
         found.registers, packer.plan.shared, packer.plan.ctas,
     )  # fmt: skip
+
+
+@cache
+def prompt(h_kv: int, n: int) -> Tensor:
+    """Numbers [1, n, h_kv, D], float16; every 4096 tokens are alike."""
+    return numbers(min(n, 4096), h_kv, 1).half().repeat(-(-n // 4096), 1, 1)[None, :n]
 
 
 def windows(packer: Packer, x: Tensor, b: int, full: bool) -> float:

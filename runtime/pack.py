@@ -160,9 +160,9 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         online = fmt.sparse is not None and fmt.sparse.thresholds == "online"
         per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
         size = c.shared(store, per_cta, threads)
-        # Sums over channels keep more registers busy.
+        # Sums over channels, and the search for a token's outliers, keep more registers busy.
         most = 512 if fmt.rotate or fmt.sketch else 1024
-        blocks = max(1, min(whole // (size + 1024), most // threads))
+        blocks = max(1, min(whole // (size + 1024), most // threads, 3 if select == "TOKEN" else 4))
         cluster = clusters and ctas > 1
         return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
 
