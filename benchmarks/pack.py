@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from rich.console import Console
@@ -93,7 +93,7 @@ def windows(packer: Packer, x: Tensor, b: int, full: bool) -> float:
         first = i * 7 % (x.shape[1] - b * capacity)
         ring = x[0, first : first + b * capacity].clone().unflatten(0, (b, capacity))
         table = torch.arange(i * b, (i + 1) * b, dtype=torch.int32, device="cuda")[:, None]
-        steps.append(lambda ring=ring, table=table: packer.step(pool, table, ring, lengths))  # type: ignore[misc]
+        steps.append(partial(packer.step, pool, table, ring, lengths))
     return timed(steps)
 
 

@@ -1,7 +1,7 @@
 // Attention of a few queries per sequence over packed pages, sinks and window: one pass with online softmax.
 //
-// Dimensions: b sequences, h_kv kv heads, D channels, T tokens per unit of work (a page, or a part of one), ROWS query rows per kv head (query heads times new
-// tokens). The work of a launch is one line of units, for every sequence, kv head and page, and one unit for the tokens that
+// Dimensions: b sequences, h_kv kv heads, D channels, T tokens per unit of work (a page, or a part of one), ROWS query rows per
+// kv head (query heads times new tokens). The work of a launch is one line of units, for every sequence, kv head and page, and one unit for the tokens that
 // are exact; every block takes an equal stretch of it. Within a block a warp takes tiles of 16 tokens, always the same place
 // of a page, and keeps its own running maximum, sum and output; nothing is shared between warps but the rotated query. A
 // block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
@@ -73,7 +73,7 @@ struct Attend {
     // Where scales need not touch the numbers.
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
-    static constexpr bool FIXED = !ROPE && NT == 1 && WARPS < 16;
+    static constexpr bool FIXED = !ROPE && NT == 1;  // the paged query stays in registers
     using KeyStage = Stage<K, D, true>;
     using ValueStage = Stage<V, D, false>;
     using KeyRope = Rope<K, D>;
@@ -111,7 +111,7 @@ struct Attend {
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[STEPS][NT][4];  // channels 16 u + r (+ 8) by columns
     KeyRope rope;
-    unsigned query[FIXED ? STEPS : 1][2];  // the paged query, where no page turns it
+    unsigned query[FIXED ? STEPS : 1][2];
     unsigned key_right[K::RANK ? STEPS : 1][2], value_right[V::RANK ? STEPS : 1][2];
     int key_segment, value_segment;
     SparseList<D> key_list, value_list;
@@ -207,7 +207,7 @@ struct Attend {
 
     // ---- the query ----
 
-    // Where half `half` of the pair with channels ... of row n lies among second operands: word index of channel ch, and which half.
+    // Where channel ch of row n lies among second operands, in halves.
     static __device__ __forceinline__ int operand_half(int n, int ch) {
         const int upper = ch / (D / 2), f = ch % (D / 2), s = f / 8;
         return ((((n / 8) * (STEPS / 2) + s / 2) * 32 + 4 * (n % 8) + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
@@ -371,6 +371,7 @@ struct Attend {
         PageAngles angles;
         if constexpr (ROPE && KP) {
             angles.start(*this, mine);
+            group_barrier(1 + group, 32 * TILES);  // nobody reads the query of an earlier stretch of pages any more
             angles.turn_query(*this, 0);
         }
         if constexpr (KEY_LIST || VALUE_LIST) {
@@ -880,6 +881,7 @@ struct Attend {
 
     __device__ __forceinline__ void store(int slot) {
         float* state = floats(STATE);  // maximum, sum, zeros: [3][WARPS][8 NT]
+        __syncthreads();               // readers of an earlier result are done
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll

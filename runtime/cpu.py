@@ -120,8 +120,8 @@ class Pages(NamedTuple):
 def _places(part: Dense, shape: PageShape) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
     """words, lanes and places of `Pages`."""
     order = code_order(TILE, shape.d, shape.side).reshape(LANES // 2, shape.d)
-    found = np.argsort(word_order(shape.d, part.bits)), order[:, 0], order[0] - order[0, 0]
-    return tuple(places.astype(np.uint32) for places in found)  # type: ignore[return-value]
+    words = np.argsort(word_order(shape.d, part.bits))
+    return words.astype(np.uint32), order[:, 0].astype(np.uint32), (order[0] - order[0, 0]).astype(np.uint32)
 
 
 def _scale_places(part: Dense, shape: PageShape) -> NDArray[np.uint32]:
