@@ -2,7 +2,7 @@
 #
 #   make calibrate ARGS="..."       python -m calib, with Hydra overrides
 #   make test TESTARGS="-k pages"   the tests, all or some
-#   make lint | wheel | clean
+#   make lint | wheel | docs | clean
 #
 # PYTHON makes the virtual environment (3.11 or newer, with venv). TORCH is what pip installs first, from the index that
 # pip is configured with; it may carry options, so a machine with a GPU can choose its build (`make clean` before changing it):
@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help calibrate test lint wheel clean
+.PHONY: help calibrate test lint wheel docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +46,10 @@ lint: $(STAMP)
 wheel: $(STAMP)
 	rm -rf dist
 	$(PY) -m build --no-isolation --outdir dist .
+
+# The site of docs/, in dist/site.
+docs: $(STAMP)
+	$(PY) -m mkdocs build -f .ci/mkdocs.yml
 
 clean:
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,18 +1,22 @@
 """The bundle floor: formats, page geometry, schema, save, load, verify. Needs numpy and safetensors only."""
 
-from artifacts.bundle import Bundle, load
+from artifacts.bundle import Bundle
+from artifacts.checks import verify
 from artifacts.errors import (
     BundleCorruptError,
     BundleError,
+    BundleInvalidError,
     BundleMismatchError,
     BundleNotFoundError,
     BundleVersionError,
     FormatError,
+    HubError,
     SignpostError,
 )
 from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
+from artifacts.loading import load
 from artifacts.model import ModelFingerprint, Rope
 from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
@@ -20,6 +24,7 @@ __all__ = [
     "Bundle",
     "BundleCorruptError",
     "BundleError",
+    "BundleInvalidError",
     "BundleMismatchError",
     "BundleNotFoundError",
     "BundleVersionError",
@@ -28,6 +33,7 @@ __all__ = [
     "Dense",
     "Format",
     "FormatError",
+    "HubError",
     "LayerFormat",
     "LowRank",
     "ModelFingerprint",
@@ -40,4 +46,5 @@ __all__ = [
     "Sparse",
     "Window",
     "load",
+    "verify",
 ]

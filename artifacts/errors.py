@@ -1,5 +1,18 @@
 """Errors that a caller may want to tell apart. Every message names the value, what is allowed and the way out."""
 
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 4
+_SHORT.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """`repr` for messages, in at most a few hundred characters whatever the value is."""
+    return _SHORT.repr(value)
+
 
 class SignpostError(Exception):
     """Base of all errors that Signpost raises on purpose."""
@@ -27,3 +40,11 @@ class BundleVersionError(BundleError, ValueError):
 
 class BundleMismatchError(BundleError, ValueError):
     """The bundle was made for another model."""
+
+
+class BundleInvalidError(BundleError, ValueError):
+    """The bundle is what was written, but it holds numbers that no calibration finds: see `artifacts.verify`."""
+
+
+class HubError(BundleError):
+    """A hub could not be reached, refused, or sent something else than a bundle."""

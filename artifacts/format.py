@@ -1,10 +1,11 @@
 """A format says what pages of keys (or of values) hold: a sum of parts, plus the window that is not in pages at all."""
 
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from sys import float_info
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from artifacts.errors import FormatError
+from artifacts.errors import FormatError, shown
 from artifacts.fields import Field, PageShape, TensorSpec
 from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
@@ -124,10 +125,10 @@ def to_json(value: Any) -> dict[str, Any]:
 def from_json(cls: type[T], data: Any, where: str) -> T:
     """Builds dataclass `cls` from JSON data, strictly: unknown, missing and mistyped entries raise FormatError."""
     if not isinstance(data, dict):
-        raise FormatError(f"{where} must be a table of settings, not {data!r}")
-    hints = get_type_hints(cls)
+        raise FormatError(f"{where} must be a table of settings, not {shown(data)}")
+    hints = _hints(cast(Any, cls))
     if unknown := [name for name in data if name not in hints]:
-        raise FormatError(f"{where}.{unknown[0]} is not a setting: known ones are {', '.join(hints)}")
+        raise FormatError(f"{where}.{unknown[0][:60]} is not a setting: known ones are {', '.join(hints)}")
     required = [f.name for f in fields(cast(Any, cls)) if f.default is f.default_factory is MISSING]
     if missing := [name for name in required if name not in data]:
         raise FormatError(f"{where}.{missing[0]} is missing: {', '.join(required)} must be set")
@@ -136,6 +137,11 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
         return cls(**arguments)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
@@ -149,9 +155,10 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     if get_origin(hint) is Literal:
         if isinstance(value, str) and value in get_args(hint):
             return value
-        raise FormatError(f"{where}={value!r}: allowed are {', '.join(get_args(hint))}")
+        raise FormatError(f"{where}={shown(value)}: allowed are {', '.join(get_args(hint))}")
     if hint is float and type(value) in (int, float) and abs(value) <= float_info.max:
         return float(value)
     if hint is not float and type(value) is hint:
         return value
-    raise FormatError(f"{where}={value!r} must be {'a finite number' if hint is float else 'of type ' + hint.__name__}")
+    wanted = "a finite number" if hint is float else f"of type {hint.__name__}"
+    raise FormatError(f"{where}={shown(value)} must be {wanted}")

@@ -6,6 +6,8 @@ from typing import Literal
 
 from artifacts.errors import BundleMismatchError, FormatError
 
+MAX_LAYERS = 4096  # so that a few bytes of a manifest cannot ask for hours
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -58,6 +60,8 @@ class ModelFingerprint:
             raise FormatError(
                 f"model dimensions l={self.l}, h_q={self.h_q}, h_kv={self.h_kv}, d={self.d} do not fit together"
             )
+        if self.l > MAX_LAYERS:
+            raise FormatError(f"a model of l={self.l} layers: at most {MAX_LAYERS}")
         if self.rope.dim > self.d:
             raise FormatError(f"rope.dim={self.rope.dim} is above the head dimension {self.d}")
 

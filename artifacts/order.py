@@ -9,10 +9,11 @@ that it holds as first operand of the 16 x 8 x 16 matrix instruction, register b
 - values, d channels by 16 tokens: for each 16 channels, the tokens 2 c and 2 c + 1 of channels r and r + 8, and then
   the tokens 2 c + 8 and 2 c + 9.
 
-The codes of one lane follow each other in runs (`artifacts.codes`); the words of the lanes are interleaved, four of
-each lane at a time (or two, or one: the most that divides what a lane has), so that a warp's loads read 512 (256, 128)
-bytes in a row. Scales of single channels of keys stand in the order in which a lane needs them, and scales of tokens of
-values by group first.
+The codes of one lane follow each other in runs (`artifacts.codes`), 64 channels of the tile in each; the words of the
+lanes are interleaved, four of each lane at a time (or two, or one: the most that divides the words of a run), so that a
+warp's loads read 512 (256, 128) bytes in a row and runs can be read by different warps. Lists of outliers go through a
+tile step by step, so that 256 numbers in a row (eight of every lane) are one operand of the instruction. Scales of
+single channels of keys stand in the order in which a lane needs them, and scales of tokens of values by group first.
 """
 
 from functools import cache
@@ -30,12 +31,28 @@ LANES = 32
 @cache
 def code_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
     """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d]."""
-    tile, r, c, step, half, upper, e = np.ogrid[: t // TILE, :8, :4, : d // 16, :2, :2, :2]
+    return np.moveaxis(_registers(t, d, side), 1, 3).reshape(-1).copy()
+
+
+@cache
+def fragment_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
+    """Where the numbers of one head's page stand whose outliers are listed: token * d + channel of each, int64 [t * d].
+
+    As `code_order`, but all lanes' numbers of a step come before those of the next step: number
+    `256 step + 8 lane + place` of a tile is one of the eight that `lane` holds for that step. So 256 numbers in a row
+    are one matrix operand, and where an outlier belongs takes shifts alone.
+    """
+    return _registers(t, d, side).reshape(-1).copy()
+
+
+def _registers(t: int, d: int, side: SideName) -> NDArray[np.int64]:
+    """token * d + channel of every number by tile, step, r, c, half (of channels; values: of tokens), upper and e."""
+    tile, step, r, c, half, upper, e = np.ogrid[: t // TILE, : d // 16, :8, :4, :2, :2, :2]
     if side == "key":
         token, channel = tile * TILE + upper * 8 + r, half * (d // 2) + 8 * step + 2 * c + e
     else:
         token, channel = tile * TILE + half * 8 + 2 * c + e, 16 * step + 8 * upper + r
-    return np.broadcast_to(token * d + channel, (t // TILE, 8, 4, d // 16, 2, 2, 2)).reshape(-1).copy()
+    return np.broadcast_to(token * d + channel, (t // TILE, d // 16, 8, 4, 2, 2, 2))
 
 
 @cache
@@ -48,7 +65,7 @@ def word_order(d: int, bits: int) -> NDArray[np.int64]:
     if d % 64:
         return np.arange(words)
     per_lane = words // LANES
-    width = next(w for w in (4, 2, 1) if per_lane % w == 0)
+    width = next(w for w in (4, 2, 1) if bits % w == 0)
     chunk, lane, k = np.ogrid[: per_lane // width, :LANES, :width]
     order = lane * per_lane + chunk * width + k
     return np.broadcast_to(order, (per_lane // width, LANES, width)).reshape(-1).copy()

@@ -1,14 +1,18 @@
 """Packing on a GPU: a prompt's keys and values, and the page of one decode step, against the bandwidth of a copy.
 
     python -m benchmarks.pack --out pack.json [--model llama2-7b] [--tokens 32768] [--formats nuq4-1 ...]
+    ncu --clock-control none -k regex:pack python -m benchmarks.pack --once
 
 Bytes: what is read (fp16 numbers) plus what is written (pages). Numbers are like a cache's, as those of
-`benchmarks.decode_attention`. A prompt is larger than the L2 cache; windows go round among sequences that together are.
-Times are medians of CUDA graphs, in microseconds per layer and side.
+`benchmarks.decode_attention`; keys that are stored before RoPE arrive after it. A prompt is larger than the L2 cache.
+A step is that of all layers of a model, one launch a side; its time is given per layer.
+Times are medians in microseconds per layer and side, of CUDA graphs but for formats with factors, which no graph can
+hold. `--once` runs every kernel of a prompt once, for a profiler.
 """
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,19 +25,22 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.fields import SideName
-from benchmarks.decode_attention import FORMATS, L2_BYTES, MODELS, D, copy_bandwidth, numbers, tables, timed
+from benchmarks.decode_attention import FORMATS, MODELS, D, copy_bandwidth, numbers, tables, timed
 from runtime import jit
 from runtime.codec import Codec, PagePool
 from runtime.pack import Packer
 from runtime.rope import Rotation
 
-DEFAULT = ["nuq4-1", "nuq2-1", "kivi2-g32", "qjl-256", "turboquant-3"]
+DEFAULT = ["nuq4-1", "nuq3-1", "nuq2-1", "kivi2-g32", "gear-l2", "qjl-256", "turboquant-3"]
+
+
+LAYERS = 32
 
 
 @dataclass
 class Row:
-    """One measurement. us: microseconds of the prompt; window_us: of the page of one sequence, and of eight at once;
-    idle_us: of a step in which no page fills."""
+    """One measurement. us: microseconds of the prompt; window_us: of a step in which the page of one sequence fills in
+    all layers, divided by layers, and windows_us of eight sequences; idle_us: of a step in which none fills."""
 
     format: str
     side: str
@@ -42,35 +49,80 @@ class Row:
     bytes_: int
     tb_s: float
     of_copy: float
-    window_us: float
-    windows_us: float
-    idle_us: float
+    window_us: float | None
+    windows_us: float | None
+    idle_us: float | None
     registers: int
     shared: int
     ctas: int
 
 
+@dataclass
+class Case:
+    """One side of one format with a prompt x [1, n, h_kv, D] to pack into pages of a pool."""
+
+    name: str
+    side: SideName
+    packer: Packer
+    x: Tensor
+    pool: PagePool
+    table: Tensor
+    segments: Tensor | None
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, name: str, side: SideName, h_kv: int, n: int) -> "Case":
+        fmt = FORMATS[name].key if side == "key" else FORMATS[name].value
+        geometry = PageGeometry.of(fmt, h_kv, D, side)
+        rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
+        packer = Packer(Codec(geometry, tables(fmt, numbers(1024, h_kv, 99)), "cuda"), rotation, torch.float16)
+        pages = (n - fmt.window.sinks) // fmt.t
+        count = geometry.segments(pages, pages)
+        segments = torch.arange(count, device="cuda") if count else None
+        table = torch.randperm(pages, device="cuda", dtype=torch.int32)[None]
+        x = prompt(h_kv, n)
+        if fmt.domain == "pre_rope":
+            x = torch.cat([rotated(rotation, x[:, i : i + 4096], i) for i in range(0, n, 4096)], 1)
+        return cls(name, side, packer, x, PagePool(geometry, pages, "cuda", count), table, segments, rotation)
+
+    def pack(self) -> None:
+        self.packer.prompt(self.pool, self.table, self.x, 0, self.table.shape[1], segments=self.segments)
+
+
 def measure(name: str, side: SideName, h_kv: int, n: int, copy: float) -> Row:
     """One side of one format."""
-    fmt = FORMATS[name].key if side == "key" else FORMATS[name].value
-    geometry = PageGeometry.of(fmt, h_kv, D, side)
-    rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
-    codec = Codec(geometry, tables(fmt, numbers(1024, h_kv, 99)), "cuda")
-    packer = Packer(codec, rotation, torch.float16)
-    pages = (n - fmt.window.sinks) // fmt.t
-    x = prompt(h_kv, n)
-    pool = PagePool(geometry, pages, "cuda")
-    table = torch.randperm(pages, device="cuda", dtype=torch.int32)[None]
-    us = timed([lambda: packer.prompt(pool, table, x, 0, pages)])
-    bytes_ = pages * (fmt.t * h_kv * D * 2 + geometry.page_bytes)
+    case = Case.of(name, side, h_kv, n)
+    packer, geometry = case.packer, case.packer.geometry
+    graphs = geometry.format.lowrank is None
+    torch.cuda.synchronize()  # `timed` warms up on a stream of its own
+    us = timed([case.pack]) if graphs else eager(case.pack)
+    bytes_ = case.table.shape[1] * (geometry.format.t * h_kv * D * 2 + geometry.page_bytes)
     packer.check()
-    alone, together, idle = (windows(packer, x, b, full) for b, full in ((1, True), (8, True), (1, False)))
-    packer.check()
+    steps = windows(case) if graphs else [None] * 3
     found = jit.report(packer.unit, jit.arch_of("cuda"))["pack"]
     return Row(
-        name, side, geometry.bits, us, bytes_, bytes_ / us * 1e-6, bytes_ / (us * 1e-6) / copy, alone, together, idle,
+        name, side, geometry.bits, us, bytes_, bytes_ / us * 1e-6, bytes_ / (us * 1e-6) / copy, *steps,
         found.registers, packer.plan.shared, packer.plan.ctas,
     )  # fmt: skip
+
+
+def eager(run: Callable[[], None], times: int = 5) -> float:
+    """Median microseconds of a call, the host's time included."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(times + 1):
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(found[1:])
+
+
+def rotated(rotation: Rotation, x: Tensor, first: int) -> Tensor:
+    """x [1, n, h_kv, D] at positions first ... after RoPE."""
+    positions = torch.arange(first, first + x.shape[1], device="cuda")
+    return rotation.rotate(x.transpose(1, 2), positions).transpose(1, 2).half()
 
 
 @cache
@@ -79,34 +131,41 @@ def prompt(h_kv: int, n: int) -> Tensor:
     return numbers(min(n, 4096), h_kv, 1).half().repeat(-(-n // 4096), 1, 1)[None, :n]
 
 
-def windows(packer: Packer, x: Tensor, b: int, full: bool) -> float:
-    """Microseconds of a step in which the pages of all b sequences fill, or of none."""
-    fmt, shape = packer.geometry.format, packer.geometry.shape
-    capacity = fmt.window.recent + fmt.t
-    size = b * capacity * shape.h_kv * shape.d * 2
-    sets = max(2, min(64, 1 + 2 * L2_BYTES // size))
-    pool = PagePool(packer.geometry, sets * b, "cuda")
-    n = fmt.window.sinks + fmt.window.recent + fmt.t + (not full)
-    lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
-    steps: list[Callable[[], None]] = []
-    for i in range(sets):
-        first = i * 7 % (x.shape[1] - b * capacity)
-        ring = x[0, first : first + b * capacity].clone().unflatten(0, (b, capacity))
-        table = torch.arange(i * b, (i + 1) * b, dtype=torch.int32, device="cuda")[:, None]
-        steps.append(partial(packer.step, pool, table, ring, lengths))
-    return timed(steps)
+def windows(case: Case) -> list[float | None]:
+    """Microseconds per layer of a step in which the page of one sequence fills in all layers, of eight, and of none."""
+    geometry = case.packer.geometry
+    window, t = geometry.format.window, geometry.format.t
+    packer = Packer(case.packer.codecs * LAYERS, case.rotation, torch.float16)
+    tokens = case.x[:, window.sinks : window.sinks + window.recent + t]
+    found: list[float | None] = []
+    for b, full in ((1, True), (8, True), (1, False)):
+        pools = [PagePool(geometry, b, "cuda") for _ in range(LAYERS)]
+        rings = [tokens.repeat(b, 1, 1, 1) for _ in range(LAYERS)]
+        n = window.sinks + window.recent + t + int(not full)
+        lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
+        table = torch.arange(b, dtype=torch.int32, device="cuda")[:, None]
+        torch.cuda.synchronize()
+        found.append(timed([partial(packer.step, pools, table, rings, lengths)]) / LAYERS)
+        packer.check()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama2-7b", choices=list(MODELS))
     parser.add_argument("--tokens", type=int, default=32768)
-    known = [name for name, formats in FORMATS.items() if not formats.key.lowrank]
-    parser.add_argument("--formats", nargs="+", default=DEFAULT, choices=known)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--formats", nargs="+", default=DEFAULT, choices=list(FORMATS))
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--out", required="--once" not in sys.argv)
     args = parser.parse_args()
-    copy, rows = copy_bandwidth(), []
     sides: tuple[SideName, SideName] = ("key", "value")
+    if args.once:
+        for name in args.formats:
+            for side in sides:
+                Case.of(name, side, MODELS[args.model][1], args.tokens).pack()
+        torch.cuda.synchronize()
+        return
+    copy, rows = copy_bandwidth(), []
     for name in args.formats:
         for side in sides:
             rows.append(measure(name, side, MODELS[args.model][1], args.tokens, copy))
@@ -127,8 +186,8 @@ def show(rows: list[Row], copy: float, tokens: int) -> None:
         table.add_column(title, justify="left" if title in ("format", "side") else "right")
     for r in rows:
         table.add_row(
-            r.format, r.side, f"{r.bits:.2f}", f"{r.us:.1f}", f"{r.tb_s:.2f}", f"{r.of_copy:.0%}", f"{r.window_us:.1f}",
-            f"{r.windows_us:.1f}", f"{r.idle_us:.1f}", str(r.registers),
+            r.format, r.side, f"{r.bits:.2f}", f"{r.us:.1f}", f"{r.tb_s:.2f}", f"{r.of_copy:.0%}",
+            *("-" if us is None else f"{us:.1f}" for us in (r.window_us, r.windows_us, r.idle_us)), str(r.registers),
         )  # fmt: skip
     Console(width=120).print(table)
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,21 +25,33 @@ from calib.config import Config, ConfigError, Settings, register
 # Before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, costs minutes where
 # something else uses the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Without it cuBLAS may add up in another order from call to call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
+COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
 GROUPS = ("experiment", "hydra")  # what is no field of the schema
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def _main(composed: DictConfig) -> None:
+def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
+    """One run. stores: statistics of this command's earlier runs by folder."""
     with _one_line_errors():
         settings = Settings.of(composed)
         from calib.pipeline import run, summary  # heavy imports only once the options are known to be sound
+        from calib.store import Store
 
-        bundle = run(settings, Console(stderr=True))
-        Console().print(summary(bundle, Path(settings.config.out), settings.config.seqlen))
+        store = Store(settings.work)
+        if settings.config.work is None:
+            store = stores.setdefault(settings.work, store)
+        if bundle := run(settings, Console(stderr=True), store):
+            Console().print(summary(bundle, Path(settings.config.out), settings.config.seqlen))
+
+
+def _run(stores: dict[Path, Any]) -> None:
+    """What Hydra makes of the command line."""
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(partial(_job, stores=stores))()
 
 
 @contextmanager
@@ -90,6 +103,9 @@ def _check_options(options: list[str]) -> None:
 
 def main() -> None:
     """Entry point."""
+    if COMPLETION & set(sys.argv[1:]):
+        register()
+        return _run({})
     logging.getLogger("transformers").setLevel(logging.ERROR)
     register()
     # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
@@ -104,7 +120,15 @@ def main() -> None:
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
         # Flags first: argparse wants the options in one piece. A multirun leaves its bundles and nothing else.
         sys.argv[1:] = [*flags, *options, f"hydra.sweep.dir={scratch}", "hydra.sweep.subdir=."]
-        _main()
+        stores: dict[Path, Any] = {}
+        _run(stores)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            from calib.ranks import leave
+
+            leave()
+        if os.environ.get("RANK", "0") == "0":  # all is done: nobody has to continue
+            for store in stores.values():
+                store.clear()
 
 
 if __name__ == "__main__":

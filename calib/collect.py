@@ -1,7 +1,10 @@
 """From samples to formats and the bundle's tensors: passes over the samples, each feeding the fits that are ready."""
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import count
+from typing import Any
 
 from rich.progress import Progress
 from torch import Tensor
@@ -12,7 +15,7 @@ from artifacts.fields import PageShape, SideName
 from calib.choices import LayerRecipe
 from calib.config import MethodConfig
 from calib.fits import Fit, Side, center, dense, lowrank, rotate, sketch, sparse
-from calib.progress import track
+from calib.passes import ALONE, Work, run_pass
 from calib.tap import Activations, Tap
 from runtime.parts import MODULES
 
@@ -44,10 +47,28 @@ class SideFits:
         if self.fit and self.fit.gradients:
             self.fit = None
 
-    def observe(self, activations: Activations) -> None:
+    def sees(self) -> dict[str, Any] | None:
+        """Everything besides the samples that the fit's statistics depend on, as plain data; None without a fit."""
+        if self.fit is None:
+            return None
+        fmt = self.side.format
+        return {
+            "fit": type(self.fit).__name__,
+            "settings": self.fit.sees(),
+            "sinks": fmt.window.sinks,
+            "t": fmt.t,
+            "domain": fmt.domain,
+            "transforms": {name: asdict(part) for name, part in fmt.transforms.items()},
+            "sparse": asdict(fmt.sparse) if fmt.sparse else None,
+            "tables": _digest(self.side.tables),
+        }
+
+    def observe(self, activations: Activations, lane: int = 0) -> None:
         """Feeds the fit the sample's tokens behind the sinks, in whole pages."""
         if self.fit is None:
             return
+        device = activations.value.device
+        self.side.tables.update({name: table.to(device) for name, table in self.side.tables.items()})
         a, before_rope = activations, self.side.format.domain == "pre_rope"
         if not self.is_key:
             x, gradient = a.value, a.value_gradient
@@ -60,12 +81,12 @@ class SideFits:
             if part.bundle_tensors(self.side.shape).keys() <= self.side.tables.keys():
                 pages = MODULES[name].forward(pages, self.side.tables)
                 gradient = None if gradient is None else MODULES[name].forward_gradient(gradient, self.side.tables)
-        self.fit.observe(pages, self._outliers(pages), gradient)
+        self.fit.observe(pages, self._outliers(pages), gradient, lane)
 
-    def finish(self) -> None:
-        """Keeps what the fit found."""
-        if self.fit:
-            self.side.tables.update(self.fit.result())
+    def finish(self, found: dict[str, Tensor]) -> None:
+        """Keeps what the fit found, on the CPU until the next numbers come."""
+        self.side.tables.update({name: table.cpu() for name, table in (self.side.tables | found).items()})
+        self.fit = None
 
     def _pages(self, x: Tensor) -> Tensor:
         """[n, h_kv, d] as pages [p, t, h_kv, d]; sinks and what does not fill a page are left out."""
@@ -91,12 +112,14 @@ def collect(
     h_kv: int,
     d: int,
     progress: Progress | None = None,
+    work: Work = ALONE,
 ) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
     """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
-    ids int64 [samples, seqlen]; without samples only what needs no observation can be fitted. Returns the formats of
-    all layers and tensors by bundle name. Passes without gradients come first, so that at most one pass pays for
-    gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by them.
+    ids int64 [samples, seqlen], the same on every rank; without samples only what needs no observation can be fitted.
+    Returns the formats of all layers and tensors by bundle name. Passes without gradients come first, so that at most
+    one pass pays for gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by
+    them. Every rank of `work` gets the same result, bit for bit, however many there are.
     Raises SignpostError where the samples are shorter than one page behind the sinks, FormatError where a format does
     not fit the model, and what `Tap.run` and the fits raise.
     """
@@ -111,7 +134,7 @@ def collect(
         titles = sorted({side.fit.title for side in sides if side.fit})
         if not titles:
             break
-        _run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", progress)
+        run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", work, progress)
     return _chosen([key.side for key, _ in layers], [value.side for _, value in layers])
 
 
@@ -161,16 +184,10 @@ def _sides(
     return [(side(layer, "key", recipe), side(layer, "value", recipe)) for layer, recipe in enumerate(recipes)]
 
 
-def _run_pass(
-    tap: Tap, ids: Tensor, layers: list[tuple[SideFits, SideFits]], title: str, progress: Progress | None
-) -> None:
-    gradients = any(side.fit.gradients for layer in layers for side in layer if side.fit)
-    report = track(progress, title, ids.shape[0])
-    for sample in ids:
-        for activations in tap.run(sample, gradients):
-            for side in layers[activations.layer]:
-                side.observe(activations)
-        report()
-    for layer in layers:
-        for side in layer:
-            side.finish()
+def _digest(tables: dict[str, Tensor]) -> str:
+    """SHA-256 over names and contents."""
+    digest = hashlib.sha256()
+    for name in sorted(tables):
+        digest.update(name.encode())
+        digest.update(tables[name].cpu().numpy().tobytes())
+    return digest.hexdigest()

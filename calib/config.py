@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -16,6 +17,7 @@ from calib.choices import LayerRecipe, split
 WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
+WORK = ".signpost-work"
 HALVES = ("first_half", "second_half")
 
 
@@ -101,6 +103,8 @@ class Config:
     seqlen: int = 2048
     seed: int = 0
     device: str = "auto"
+    work: str | None = None
+    checkpoint: float = 60.0
     out: str = MISSING
 
 
@@ -137,6 +141,11 @@ class Settings:
         return settings
 
     @property
+    def work(self) -> Path:
+        """Folder of what a killed run continues from, and of what runs may share."""
+        return Path(self.config.out).parent / WORK if self.config.work is None else Path(self.config.work)
+
+    @property
     def resolved(self) -> dict[str, Any]:
         """Plain data of the whole configuration, for provenance."""
         return asdict(self.config)
@@ -144,6 +153,8 @@ class Settings:
     def _validate(self) -> None:
         c = self.config
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
+        if not c.checkpoint >= 0:
+            raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
         if c.seed > MAX_SEED:
             raise ConfigError(f"seed={c.seed} must be at most {MAX_SEED}")
         if c.method.weights not in WEIGHTS:

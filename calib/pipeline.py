@@ -1,10 +1,11 @@
 """The offline job: model and text in, bundle out."""
 
+import json
 import os
-import platform
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +18,93 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from artifacts import Bundle, PageGeometry, load
 from artifacts.atomic import replace_folder
-from artifacts.bundle import EVALUATION, MANIFEST, SIDES, TENSORS
+from artifacts.bundle import MANIFEST, SIDES, owned_files
 from artifacts.errors import BundleError, FormatError
 from calib.collect import collect, observes
 from calib.config import ConfigError, Settings
-from calib.data import Tokens, calibration_tokens, evaluation_tokens, text_files
+from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_source, text_files
+from calib.devices import place
 from calib.evaluate import evaluate
+from calib.inputs import of_model, versions
+from calib.passes import ALONE, Work
 from calib.progress import bars
+from calib.ranks import Ranks
+from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import fingerprint, load_causal_lm, model_path, resolve_device, rotary
+from runtime.hf import fingerprint, load_causal_lm, model_path, rotary
 
 LONG = 131072  # tokens of a long context
-PACKAGES = ("signpost-kv", "torch", "transformers", "numpy", "numba", "safetensors")
+UNSEEN = ("out", "eval", "work", "checkpoint")  # settings that leave a bundle's tensors as they are
 
 
-def run(settings: Settings, console: Console) -> Bundle:
+def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     """Calibrates, saves, loads again, evaluates what was loaded, saves with the evaluation.
 
     Whatever can be refused is refused before the long work starts. An error during evaluation leaves the calibrated
-    bundle.
+    bundle. Of several ranks the first one reads, writes and evaluates; the others return None.
     """
-    config, evaluated = settings.config, settings.config.eval.source != "none"
-    device = resolve_device(config.device)
-    for named in (config.data.path, config.eval.path):
-        if named is not None:
-            text_files(Path(named))
+    config, placed = settings.config, place(settings.config.device)
+    ranks = Ranks.join(placed.device)
+    ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
+    if ranks.first:
+        for named in (config.data.path, config.eval.path):
+            if named is not None:
+                text_files(Path(named))
+        _check_destination(Path(config.out))
     _check_model(settings)
-    _check_destination(Path(config.out))
-    source = load_causal_lm(config.model.path, _dtype(config.model.dtype, device), str(device), config.model.revision)
-    model = source[0]
-    with bars(console) as progress:  # not before: downloads and loading have bars of their own
-        tokens = _tokens(settings, source, progress)
-        if evaluated:
-            e = config.eval
-            text = evaluation_tokens(e, *source, e.tokens, settings.eval_seqlen, config.seed, progress)
-        path = calibrate(model, settings, tokens, progress).save(config.out)
-        bundle = load(path)
-        if evaluated:
-            console.print(Text(f"saved {path}"), soft_wrap=True)
-            bundle = bundle.with_evaluation(evaluate(model, bundle, text, config.eval.cache_tokens, progress))
-            bundle.save(path)
+    dtype = _dtype(config.model.dtype, placed.device)
+    source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
+    with bars(console) if ranks.first else nullcontext() as progress:  # not before: loading has bars of its own
+        work = Work(ranks, store, of_model(source[0]), config.checkpoint)
+        tokens = ranks.share(_tokens(settings, source, work, progress) if ranks.first else None)
+        text = _evaluation_text(settings, source, progress) if ranks.first else None
+        assert tokens is not None
+        bundle = calibrate(source[0], settings, tokens, progress, work)
+        return _finished(bundle, settings, source[0], text, console, progress) if ranks.first else None
+
+
+def _finished(
+    bundle: Bundle,
+    settings: Settings,
+    model: PreTrainedModel,
+    text: Tokens | None,
+    console: Console,
+    progress: Progress | None,
+) -> Bundle:
+    """The bundle as it was saved and loaded again, evaluated on the text if there is one."""
+    path = bundle.save(settings.config.out)
+    bundle = load(path)
+    if text is not None:
+        console.print(Text(f"saved {path}"), soft_wrap=True)
+        bundle = bundle.with_evaluation(evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress))
+        bundle.save(path)
     return bundle
 
 
-def _tokens(settings: Settings, source: tuple[PreTrainedModel, PreTrainedTokenizerBase], progress: Progress) -> Tokens:
+Source = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def _tokens(settings: Settings, source: Source, work: Work, progress: Progress | None) -> Tokens:
     """What to calibrate on; nothing where the formats fit nothing, because generating text takes a while."""
     config, info = settings.config, fingerprint(source[0])
     if not observes(settings.recipes(info.l), config.method, info.h_kv, info.d):
         return Tokens(torch.empty(0, config.seqlen, dtype=torch.int64), "none needed")
-    return calibration_tokens(config.data, *source, config.samples, config.seqlen, config.seed, progress)
+    wanted = (config.samples, config.seqlen, config.seed)
+    if config.data.source != "generated" or work.store is None:
+        return calibration_tokens(config.data, *source, *wanted, progress)
+    key = dict(work.inputs) | {"generated": wanted}
+    if stored := work.store.get(key):
+        return Tokens(stored[0]["ids"], generated_source(config.seed))
+    tokens = calibration_tokens(config.data, *source, *wanted, progress)
+    work.store.put(key, [{"ids": tokens.ids}])
+    return tokens
+
+
+def _evaluation_text(settings: Settings, source: Source, progress: Progress | None) -> Tokens | None:
+    e = settings.config.eval
+    if e.source == "none":
+        return None
+    return evaluation_tokens(e, *source, e.tokens, settings.eval_seqlen, settings.config.seed, progress)
 
 
 def _dtype(name: str, device: torch.device) -> str:
@@ -78,7 +117,7 @@ def _check_destination(out: Path) -> None:
     destination = Path(os.path.realpath(out))
     if destination.is_file():
         raise BundleError(f"out={out} is a file: name a folder")
-    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - {MANIFEST, TENSORS, EVALUATION})):
+    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - owned_files(destination))):
         raise BundleError(f"out={out} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".signpost-", dir=destination.parent) as rehearsal:
@@ -110,14 +149,17 @@ def _check_model(settings: Settings) -> None:
             raise ConfigError(f"{name}={seqlen} is above the model's {limit} positions: set {name}={limit} or less")
 
 
-def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None) -> Bundle:
-    """The bundle for `model`, without evaluation."""
+def calibrate(
+    model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None, work: Work = ALONE
+) -> Bundle:
+    """The bundle for `model`, without evaluation; every rank of `work` returns the same."""
     config, info = settings.config, fingerprint(model)
     recipes = settings.recipes(info.l)
-    formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress)
+    work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
+    formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress, work)
     arrays = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}
     arrays["rope.inv_freq"] = rotary(model)[1].numpy()
-    used = {name: value for name, value in settings.resolved.items() if name not in ("out", "eval")}
+    used = {name: value for name, value in settings.resolved.items() if name not in UNSEEN}
     # Bundles travel, and folder names tell of their owners: names of the model and of the text have to do.
     used["model"]["path"], used["data"]["path"] = info.name, config.data.path and Path(config.data.path).name
     provenance = {
@@ -125,7 +167,7 @@ def calibrate(model: PreTrainedModel, settings: Settings, tokens: Tokens, progre
         "seed": config.seed,
         "settings": used,
         "model_dtype": str(model.dtype).removeprefix("torch."),
-        "packages": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "packages": versions(),
     }
     return Bundle(config.method.name, info, formats, arrays, provenance)
 
@@ -161,10 +203,3 @@ def _quality(result: Mapping[str, Any]) -> dict[str, str]:
         losses = f"loss {check['loss_cache']:.6f} against {check['loss_simulated']:.6f}"
         rows["real cache against simulation"] = f"{losses} on {check['tokens']} tokens"
     return rows
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

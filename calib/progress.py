@@ -18,9 +18,9 @@ def bars(console: Console) -> Progress:
     )
 
 
-def track(progress: Progress | None, title: str, total: int) -> Callable[[], None]:
-    """A bar of `total` steps; call the result after each. Without `progress` nothing is shown."""
+def track(progress: Progress | None, title: str, total: int, done: int = 0) -> Callable[[], None]:
+    """A bar of `total` steps, of which some may be done; call the result after each other. No `progress`: no bar."""
     if progress is None:
         return lambda: None
-    task = progress.add_task(title, total=total)
+    task = progress.add_task(title, total=total, completed=done)
     return lambda: progress.advance(task)

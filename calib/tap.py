@@ -2,20 +2,24 @@
 
 Works on any decoder that hands its keys to a transformers cache: the cache is the tap. Gradients are taken of the
 activations alone; no gradient of any weight is ever allocated.
+
+The backward pass goes layer by layer: the forward pass keeps nothing but what went into each decoder layer, and each
+layer runs again when its turn comes. So memory is that of one layer, whatever their number, for one more forward pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
-from runtime.hf import rotary, text_config
+from runtime.hf import UnsupportedModelError, rotary, text_config
 from runtime.rope import Rotation
 
 
@@ -35,18 +39,43 @@ class Activations:
     value_gradient: Tensor | None
 
 
+class _Finite:
+    """Tensors that have to be finite, looked at together: every look makes the host wait for the GPU."""
+
+    def __init__(self) -> None:
+        self.flags: list[tuple[str, Tensor]] = []
+
+    def add(self, x: Tensor, what: str) -> None:
+        self.flags.append((what, torch.isfinite(x).all()))
+
+    def check(self) -> None:
+        """Raises ActivationError for the first of them that is not."""
+        flags, self.flags = self.flags, []
+        if not all(torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist()):
+            for what, flag in flags:
+                require_finite(torch.where(flag, 0.0, torch.nan), what)
+
+
 class _TapCache(DynamicCache):
     """Keeps what every layer hands over, [1, h_kv, n, d], and hands it on as it is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: dict[int, tuple[Tensor, Tensor]] = {}
+        self.finite: _Finite | None = _Finite()  # None: the numbers have been looked at
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        require_finite(key_states, f"layer {layer_idx}: keys")
-        require_finite(value_states, f"layer {layer_idx}: values")
+        if self.finite:
+            self.finite.add(key_states, f"layer {layer_idx}: keys")
+            self.finite.add(value_states, f"layer {layer_idx}: values")
         self.taken[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+    def check(self) -> None:
+        """Raises ActivationError for NaN or infinity in anything that has been handed over, naming the layer."""
+        if self.finite:
+            self.finite.check()
+            self.finite = None
 
 
 class Tap:
@@ -56,33 +85,53 @@ class Tap:
         self.model = model
         rope, frequencies = rotary(model)
         self.rotation = Rotation(rope, frequencies, model.device)
+        self._rotations = {model.device: self.rotation}
         self.layers = text_config(model).num_hidden_layers
 
     def run(self, ids: Tensor, gradients: bool) -> Iterator[Activations]:
-        """One sample, ids int64 [n]. Raises ActivationError for NaN or infinity, naming the layer."""
-        cache, ids = _TapCache(), ids[None].to(self.model.device)
-        found: list[Tensor | None] = [None] * (2 * self.layers)
-        with torch.set_grad_enabled(gradients), _embeddings_require_grad(self.model, gradients):
-            hidden = hidden_states(self.model, ids, cache)
-            if gradients:
-                taken = [x for layer in range(self.layers) for x in cache.taken[layer]]
-                found = list(_loss_gradients(self.model, hidden, ids, taken))
-        del hidden
+        """One sample, ids int64 [n]. Raises ActivationError for NaN or infinity, naming the layer.
+
+        Layers come in order, with gradients from the last to the first.
+        """
+        ids = ids[None].to(self.model.device)
+        if gradients:
+            yield from self._backward(ids)
+            return
+        cache = _TapCache()
+        with torch.no_grad(), _deterministic(ids.device):
+            hidden_states(self.model, ids, cache)
+        cache.check()
         for layer in range(self.layers):
-            k, v = (x.detach() for x in cache.taken.pop(layer))
-            k_gradient, v_gradient = found[2 * layer : 2 * layer + 2]
-            found[2 * layer : 2 * layer + 2] = None, None  # so that memory shrinks while layers are consumed
+            yield self._activations(layer, *cache.taken.pop(layer), None, None)
+
+    def _backward(self, ids: Tensor) -> Iterator[Activations]:
+        calls, finite = _Calls(self.model, self.layers), _Finite()
+        with _deterministic(ids.device):
+            hidden = calls.forward(ids)
+            calls.cache.check()
+            (gradient,) = torch.autograd.grad(hidden, calls.last, _loss_gradient(self.model, hidden, ids))
+        del hidden
+        for layer in reversed(range(self.layers)):
+            with _deterministic(ids.device):
+                k, v, k_gradient, v_gradient, gradient = calls.gradients(layer, gradient)
+            finite.add(k_gradient, f"layer {layer}: gradients of keys")
+            finite.add(v_gradient, f"layer {layer}: gradients of values")
             yield self._activations(layer, k, v, k_gradient, v_gradient)
+        finite.check()
+
+    def _rotation(self, device: torch.device) -> Rotation:
+        """A model's layers may be on several devices."""
+        if device not in self._rotations:
+            self._rotations[device] = Rotation(self.rotation.rope, self.rotation.inv_freq, device)
+        return self._rotations[device]
 
     def _activations(
         self, layer: int, k: Tensor, v: Tensor, k_gradient: Tensor | None, v_gradient: Tensor | None
     ) -> Activations:
-        positions = torch.arange(k.shape[2], device=k.device)
-        before, before_gradient = self.rotation.unrotate(k, positions), None
+        positions, rotation = torch.arange(k.shape[2], device=k.device), self._rotation(k.device)
+        before, before_gradient = rotation.unrotate(k, positions), None
         if k_gradient is not None and v_gradient is not None:
-            require_finite(k_gradient, f"layer {layer}: gradients of keys")
-            require_finite(v_gradient, f"layer {layer}: gradients of values")
-            before_gradient = _by_token(self.rotation.pull_back(k_gradient, positions))
+            before_gradient = _by_token(rotation.pull_back(k_gradient, positions))
             k_gradient, v_gradient = _by_token(k_gradient), _by_token(v_gradient)
         return Activations(
             layer, _by_token(before), _by_token(k), _by_token(v), before_gradient, k_gradient, v_gradient
@@ -94,31 +143,99 @@ def _by_token(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1).float()
 
 
-def _loss_gradients(
-    model: PreTrainedModel, hidden: Tensor, ids: Tensor, inputs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Gradients of the summed next-token loss of ids [1, n] by `inputs`, on which hidden [1, n, hidden] depends.
+class _Calls:
+    """One forward pass of a model, of which every decoder layer can be run again."""
+
+    last: Tensor  # what the last layer gave; the hidden states depend on it
+
+    def __init__(self, model: PreTrainedModel, layers: int):
+        self.model, self.modules = model, decoder_layers(model, layers)
+        self.cache = _TapCache()
+        self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Hidden states [1, n, hidden] of ids [1, n], with a graph back to `last` and no further."""
+        hooks = [m.register_forward_pre_hook(self._before, with_kwargs=True) for m in self.modules]
+        hooks += [m.register_forward_hook(self._after) for m in self.modules]
+        try:
+            with torch.enable_grad():
+                return hidden_states(self.model, ids, self.cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def gradients(self, layer: int, of_output: Tensor) -> tuple[Tensor, ...]:
+        """The layer's keys and values [1, h_kv, n, d], the gradients of both, and of its input, [1, n, hidden].
+
+        of_output: gradient of the layer's output. Layers are taken from the last to the first.
+        """
+        args, kwargs = self.inputs.pop()
+        hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
+        args, kwargs = (hidden, *args[1:]) if args else (), kwargs if args else kwargs | {"hidden_states": hidden}
+        with torch.enable_grad():
+            out = _first(self.modules[layer](*args, **kwargs))
+            k, v = self.cache.taken.pop(layer)
+            return k.detach(), v.detach(), *torch.autograd.grad(out, (k, v, hidden), of_output.to(out.device))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs.append((args, kwargs))
+        torch.set_grad_enabled(False)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.cache.taken.clear()
+        torch.set_grad_enabled(True)
+        if module is self.modules[-1]:
+            self.last = _first(output).requires_grad_()
+
+
+def decoder_layers(model: PreTrainedModel, layers: int) -> nn.ModuleList:
+    """The decoder's list of layers. Raises UnsupportedModelError where it has none of that length."""
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} keeps its {layers} layers in no list: it cannot be tapped")
+
+
+def _first(output: Any) -> Tensor:
+    """A layer's hidden states, which some models return with other things behind."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _loss_gradient(model: PreTrainedModel, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Gradient of the summed next-token loss of ids [1, n] with respect to the hidden states [1, n, hidden].
 
     Summed, not averaged: a mean would tie the scale of one sample's gradients to its length.
     """
-    of_hidden = torch.zeros_like(hidden)
+    of_hidden, ids = torch.zeros_like(hidden), ids.to(hidden.device)
     for rows in blocks(ids.shape[1] - 1):
         block = hidden[:, rows].detach().requires_grad_()
-        logits = at_least_float32(head(model, block)[0])
-        loss = F.cross_entropy(logits, ids[0, rows.start + 1 : rows.stop + 1], reduction="sum")
+        with torch.enable_grad():
+            logits = at_least_float32(head(model, block)[0])
+            targets = ids[0, rows.start + 1 : rows.stop + 1].to(logits.device)
+            loss = F.cross_entropy(logits, targets, reduction="sum")
         require_finite(loss, "behind the last layer: logits")
         of_hidden[:, rows] = torch.autograd.grad(loss, block)[0]
-    return torch.autograd.grad(hidden, inputs, of_hidden)
+    return of_hidden
 
 
 @contextmanager
-def _embeddings_require_grad(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """With all weights frozen, gradients flow to the activations because the embeddings' output asks for them."""
-    if not enabled:
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """The same bits every time: attention's backward pass on a GPU adds up in any order unless it is told not to."""
+    if device.type != "cuda":
         yield
         return
-    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    flags: Any = torch.utils.deterministic
+    fill, flags.fill_uninitialized_memory = flags.fill_uninitialized_memory, False  # which costs time for nothing
+    torch.use_deterministic_algorithms(True)  # not `warn_only`: flash attention takes that for no
     try:
-        yield
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"this model's gradients differ from run to run on a GPU: {reason}") from error
     finally:
-        hook.remove()
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        flags.fill_uninitialized_memory = fill

@@ -15,39 +15,54 @@ struct Table {
     static constexpr int NUMBERS = BITS <= 2 ? 4 : BITS == 8 ? 1 : 2;  // per entry
     static constexpr int WORDS = BITS <= 2 ? 2 : 1;                    // per entry
     // With little shared memory, or for the widest codes, only eight words of copies: some look-ups meet in a bank.
-    static constexpr int LOG_STRIDE = SIGNPOST_SHARED < 160 * 1024 || BITS == 8 ? 5 : 7;
-    static constexpr int STRIDE = 1 << LOG_STRIDE;  // bytes of an entry with its copies
-    static constexpr int COPIES = STRIDE / 4 / WORDS;
-    static constexpr int BYTES = (1 << INDEX_BITS) * STRIDE;
-
-    // values: f32 [2^BITS] in global memory. All threads of the block.
-    static __device__ void fill(unsigned char* table, const float* values) {
-        for (int i = threadIdx.x; i < BYTES / 4; i += blockDim.x) {
-            const int entry = i / (STRIDE / 4), word = i % WORDS;
-            const int first = word * 2, second = NUMBERS == 1 ? 0 : first + 1;
-            const float low = values[entry >> (first * BITS) & ((1 << BITS) - 1)];
-            const float high = values[entry >> (second * BITS) & ((1 << BITS) - 1)];
-            reinterpret_cast<unsigned*>(table)[i] = pack(low, high);
-        }
-    }
+    static constexpr bool FEW = SIGNPOST_SHARED < 160 * 1024 || BITS == 8;
+    static constexpr int COPIES_BYTES = FEW ? 32 : 128, COPIES = COPIES_BYTES / 4 / WORDS;
+    static constexpr bool BYTES_ALIGNED = INDEX_BITS == 8 && !FEW;  // a look-up's index is a byte of a word
 
     // Which copies are a lane's, in bytes: below the offsets of entries, so one instruction masks and adds.
     static __device__ __forceinline__ unsigned lane_base(int lane) { return lane % COPIES * (4 * WORDS); }
+};
+
+// Where a table lies: AT bytes behind the start of shared memory, entries STRIDE bytes apart.
+//
+// Where both sides' indices are bytes, the two tables share their space: entries are 256 bytes apart, half for keys and half
+// for values. Then an offset is a byte moved to the second place and the lane's copies below it: one instruction.
+template <int BITS, int AT_, int STRIDE_>
+struct TablePlace : Table<BITS> {
+    using T = Table<BITS>;
+    static constexpr int AT = AT_, STRIDE = STRIDE_, LOG_STRIDE = STRIDE == 256 ? 8 : STRIDE == 128 ? 7 : 5;
+    static_assert(1 << LOG_STRIDE == STRIDE && STRIDE >= T::COPIES_BYTES, "offsets are shifts");
+
+    // values: f32 [2^BITS] in global memory. All threads of the block.
+    static __device__ void fill(unsigned char* shared, const float* values) {
+        constexpr int PIECES = T::COPIES_BYTES / 16;
+        for (int i = threadIdx.x; i < (1 << T::INDEX_BITS) * PIECES; i += blockDim.x) {
+            const int entry = i / PIECES;
+            unsigned word[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int first = k % T::WORDS * 2, second = T::NUMBERS == 1 ? 0 : first + 1;
+                word[k] = pack(values[entry >> (first * BITS) & ((1 << BITS) - 1)], values[entry >> (second * BITS) & ((1 << BITS) - 1)]);
+            }
+            *reinterpret_cast<uint4*>(shared + AT + entry * STRIDE + i % PIECES * 16) = make_uint4(word[0], word[1], word[0], word[1]);
+        }
+    }
 
     // Offset in the table of the lane's entry for the index at `SHIFT` of `word`.
     template <int SHIFT>
     static __device__ __forceinline__ unsigned offset(unsigned word, unsigned base) {
-        constexpr unsigned MASK = ((1u << INDEX_BITS) - 1u) << LOG_STRIDE;
-        if constexpr (SHIFT >= LOG_STRIDE) return word >> (SHIFT - LOG_STRIDE) & MASK | base;
+        constexpr unsigned MASK = ((1u << T::INDEX_BITS) - 1u) << LOG_STRIDE;
+        if constexpr (STRIDE == 256 && T::INDEX_BITS == 8) return __byte_perm(word, base, 0x5504u | SHIFT / 8 << 4);
+        else if constexpr (SHIFT >= LOG_STRIDE) return word >> (SHIFT - LOG_STRIDE) & MASK | base;
         else return word << (LOG_STRIDE - SHIFT) & MASK | base;
     }
 };
 
-// The words of one lane: D / 64 * BITS of them, interleaved over the warp as `word_order` says. TABLE: offset of the table.
-template <int BITS, int D, int TABLE>
+// The words of one lane in RUNS runs, interleaved over the warp as `word_order` says. T: TablePlace.
+template <int BITS, int RUNS, typename T>
 struct LaneWords {
-    static constexpr int COUNT = D / 64 * BITS;
-    static constexpr int WIDTH = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+    static constexpr int TABLE = T::AT, COUNT = RUNS * BITS;
+    static constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
     unsigned words[COUNT];
 
     __device__ __forceinline__ void load(const unsigned char* tile, int lane) {
@@ -69,7 +84,6 @@ struct LaneWords {
     // Entry for pair number PAIR of the lane (3 and 4 bits: the pair; 8 bits: two entries).
     template <int PAIR>
     __device__ __forceinline__ unsigned pair(unsigned base) const {
-        using T = Table<BITS>;
         if constexpr (BITS == 3) {
             constexpr int RUN_WORD = PAIR / 16 * 3, P = PAIR % 16;
             if constexpr (P < 15) {
@@ -91,7 +105,6 @@ struct LaneWords {
     // First operand of step S: the lane's pairs 4 S ... 4 S + 3.
     template <int S>
     __device__ __forceinline__ void fragment(unsigned base, unsigned (&a)[4]) const {
-        using T = Table<BITS>;
         if constexpr (BITS == 1) {
             const uint2 x = load_table2<TABLE>(T::template offset<8 * (S % 4)>(words[S / 4], base));
             const uint2 y = load_table2<TABLE>(T::template offset<8 * (S % 4) + 4>(words[S / 4], base));

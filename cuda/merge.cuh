@@ -1,7 +1,7 @@
 // Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and tile of rows.
 #pragma once
 
-#include "attend.cuh"
+#include "layout.cuh"
 
 namespace signpost {
 
@@ -19,9 +19,9 @@ struct MergeParams {
 template <typename Shape>
 struct Merge {
     using C = typename Plan<Shape>::Config;
-    using A = Attend<C>;
+    using L = Layout<C>;
     using V = typename C::Value;
-    static constexpr int D = A::D, ROWS = A::ROWS, STRIDE = D + 2;
+    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
 
     // First block of attend that has units from `base` on: the line of `total` units is cut into equal stretches.
     static __device__ long long block_of(long long base, long long total, int grid) {
@@ -34,13 +34,10 @@ struct Merge {
     // All threads of a block of D; shared: f32 [2 D].
     static __device__ void run(const MergeParams& params, float* shared) {
         const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv;
-        long long total = 0, base = 0;
-        for (int b = 0; b < params.b; ++b) {
-            const long long units = A::units(params.lengths[b] - params.m);
-            if (b < sequence) base += units * params.h_kv;
-            total += units * params.h_kv;
-        }
-        const long long units = A::units(params.lengths[sequence] - params.m);
+        const UnitSums<C> sums(params.lengths, params.b, params.m);
+        const long long total = sums.before(params.b, threadIdx.x % 32) * params.h_kv;
+        const long long units = L::units(params.lengths[sequence] - params.m);
+        long long base = sums.before(sequence, threadIdx.x % 32) * params.h_kv;
         base += head * units;
         const int first = static_cast<int>(block_of(base, total, params.grid)), last = static_cast<int>(block_of(base + units - 1, total, params.grid));
         const float* partial = params.partial + static_cast<long long>(blockIdx.y) * (params.grid + 2 * params.b * params.h_kv) * (ROWS * STRIDE);
@@ -49,11 +46,11 @@ struct Merge {
         for (int n = 0; n < ROWS; ++n) {
             const int row = blockIdx.y * ROWS + n;
             if (row >= params.g * params.m) break;
-            float top = A::APART ? apart[n * STRIDE + D] : minus_infinity();
+            float top = L::APART ? apart[n * STRIDE + D] : minus_infinity();
             for (int block = first; block <= last; ++block) top = fmaxf(top, partial[block * (ROWS * STRIDE) + n * STRIDE + D]);
             float x = 0.f, sum = 0.f;
             for (int block = first; block <= last; ++block) add(partial + block * (ROWS * STRIDE) + n * STRIDE, top, x, sum);
-            if constexpr (A::APART) {
+            if constexpr (L::APART) {
                 x = restored(params, shared, x, sum, head);
                 add(apart + n * STRIDE, top, x, sum);
             }

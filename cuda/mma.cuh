@@ -6,8 +6,10 @@
 //   sum             d[0..1] = (row r, columns 2c, 2c+1), d[2..3] = (row r + 8, same)
 #pragma once
 
+#ifndef SIGNPOST_EMULATED  // on a CPU: tests/cuda/attend_emulator.h
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#endif
 
 // Bytes of shared memory that a block can have.
 #if __CUDA_ARCH__ == 800
@@ -33,6 +35,7 @@ __device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return as_bit
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) { return as_bits(__hadd2(as_half2(a), as_half2(b))); }
 __device__ __forceinline__ unsigned negate2(unsigned a) { return as_bits(__hneg2(as_half2(a))); }
 
+#ifndef SIGNPOST_EMULATED
 // d += a b, sums in float.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -66,19 +69,6 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     }
 }
 
-// The lanes of a warp copy BYTES to shared memory in pieces that the alignment of the source allows.
-template <int BYTES>
-__device__ __forceinline__ void copy_async_warp(unsigned to, const unsigned char* from, int lane) {
-    constexpr int PIECE = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : 4;
-    static_assert(BYTES % PIECE == 0, "fields are whole words");
-    constexpr int PIECES = BYTES / PIECE;
-#pragma unroll
-    for (int i = 0; i < (PIECES + 31) / 32; ++i) {
-        const int piece = i * 32 + lane;
-        if (PIECES % 32 == 0 || piece < PIECES) copy_async<PIECE>(to + piece * PIECE, from + piece * PIECE);
-    }
-}
-
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -107,15 +97,9 @@ __device__ __forceinline__ uint2 load_table2(unsigned at) {
     return x;
 }
 
-// x = *from and *from = 0 where `wanted` is not 0, else x = 0: no branch.
-__device__ __forceinline__ uint4 take_shared(unsigned from, unsigned wanted) {
-    uint4 x;
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"
-        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
-        "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t@p st.shared.v4.u32 [%4], {%6, %6, %6, %6};\n\t}"
-        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-        : "r"(from), "r"(wanted), "r"(0u));
+// x, which no compiler can count with: a loop over it stays a loop (ptxas unrolls some in spite of the pragma, at a cost in registers).
+__device__ __forceinline__ int rolled(int x) {
+    asm volatile("" : "+r"(x));
     return x;
 }
 
@@ -130,6 +114,29 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Single accesses to shared memory by address, in the order in which they are written down.
+__device__ __forceinline__ void store_shared(unsigned to, __half x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__half_as_ushort(x)) : "memory"); }
+__device__ __forceinline__ void store_shared(unsigned to, unsigned x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+__device__ __forceinline__ void clear_shared16(unsigned to) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0u) : "memory"); }
+__device__ __forceinline__ void or_shared(unsigned to, unsigned x) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+__device__ __forceinline__ unsigned load_shared(unsigned from) {
+    unsigned x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+// The 16 bytes that lie OFFSET behind `from` if `wanted` is not 0, else zeros: no branch.
+template <int OFFSET>
+__device__ __forceinline__ void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %4, 0;\n\t"
+        "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+        "@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%5 + %6];\n\t}"
+        : "=&r"(a[0]), "=&r"(a[1]), "=&r"(a[2]), "=&r"(a[3])
+        : "r"(wanted), "r"(from), "n"(OFFSET)
+        : "memory");
+}
+#endif
+
 // Number types of the model.
 template <typename Model>
 __device__ __forceinline__ float to_float(Model x);
@@ -141,6 +148,16 @@ template <>
 __device__ __forceinline__ float to_float(float x) { return x; }
 
 __device__ __forceinline__ __half to_half(float x) { return __float2half_rn(fminf(fmaxf(x, -65504.f), 65504.f)); }
+
+// A number of the model as a half: one that is too large becomes the largest.
+template <typename Model>
+constexpr bool IS_HALF = false;
+template <>
+constexpr bool IS_HALF<__half> = true;
+template <typename Model>
+__device__ __forceinline__ __half half_of(Model x) { return to_half(to_float(x)); }
+template <>
+__device__ __forceinline__ __half half_of(__half x) { return x; }
 
 template <typename Model>
 __device__ __forceinline__ Model from_float(float x);

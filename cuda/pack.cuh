@@ -3,12 +3,14 @@
 // Bytes: every number is read once (2), 0.25 to 0.6 are written. Operations: see docs/kernels.md.
 //
 // The order of work on a page: numbers come to shared memory (rotary embedding is undone, means are taken off, vectors rotated);
-// outliers are found, limited and counted; the CTAs of the page agree where each block's list begins; scales; codes; corrections;
+// outliers are found, limited and counted; the CTAs of the page agree where each tile's list begins; scales; codes; corrections;
 // the sketch of what is left. What a low-rank part would factorize is written out as `residual`: factors are not found here
 // (runtime/pack.py).
 #pragma once
 
 #include "pack_dense.cuh"
+#include "pack_direct.cuh"
+#include "pack_lists.cuh"
 #include "pack_sketch.cuh"
 #include "pack_sparse.cuh"
 
@@ -26,6 +28,7 @@ struct Packer {
     Page<S, P>& page;
     Dense<S, P>& dense;
     Sparse<S, P>& sparse;
+    Lists<S, P>& lists;
 
     __device__ __forceinline__ void run() {
         if (!page.locate()) return;
@@ -42,7 +45,7 @@ struct Packer {
                 dense.encode([](auto, const auto&, int, int, int) {});
             }
             if constexpr (A::SPARSE) {
-                sparse.write_lists([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); });
+                lists.write([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); });
             }
             if constexpr (S::RANK > 0) write_residual();
             if constexpr (S::SKETCH > 0 && S::RANK == 0) {
@@ -50,6 +53,7 @@ struct Packer {
             }
             if constexpr (A::SLICES_PER_CTA > 1) __syncthreads();
         }
+        if constexpr (A::SPARSE) lists.finish();
     }
 
     // Makes a slice the one at hand and brings its numbers; clear: and has no outliers yet. Ends with a barrier.
@@ -70,28 +74,34 @@ struct Packer {
 
     // Fills the mask and the lists' beginnings; where codes do not depend on it, codes too. Returns whether ranges are known.
     __device__ __forceinline__ bool find_outliers() {
-        bool cleared = false;
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
             bring(i, true);
             if constexpr (P::CLUSTER) cluster_start();  // all CTAs run: their shared memory may be written
             if constexpr (A::FUSED) {
                 dense.encode([&](auto part, const auto& x, int row, int head, int channel) { sparse.take_outside(part, x, row, head, channel); });
             } else {
-                sparse.select([&](int row, float low, float high) {
-                    if constexpr (RANGES_KNOWN) dense.put_range(row, 0, 0, low, high);
+                sparse.select([&](int row, bool low, float end) {
+                    if constexpr (RANGES_KNOWN) dense.keep_end(row, low, end);
                 });
             }
             __syncthreads();
-            cleared = __syncthreads_or(sparse.count_blocks(true)) || cleared;
+            if constexpr (RANGES_KNOWN) dense.put_ends();
+            lists.count();
         }
-        unsigned total = sparse.find_starts();
-        if constexpr (A::BUNDLE) {
-            if (total > P::SLOTS) {
-                sparse.limit_page([&](int i) { bring_back(i); });
-                total = sparse.find_starts();
+        const auto rank = [&](float x, int head, int channel) { return A::BUNDLE ? sparse.excess(x, head, channel) : x; };
+        const auto again = [&](int i) { bring_back(i); };
+        bool cleared = false;
+        while (true) {
+            if (lists.find_starts()) {
+                lists.limit_blocks(again, rank);
+                cleared = true;
+            } else if (A::BUNDLE && lists.total() > P::SLOTS) {
+                lists.limit_page(again, rank);
+            } else {
+                break;
             }
         }
-        sparse.write_table(total);
+        lists.write_table();
         return RANGES_KNOWN && !cleared;
     }
 
@@ -124,8 +134,13 @@ template <class S, class P>
 __device__ __forceinline__ void pack(const PackParams& params) {
     Page<S, P> page(params, shared_memory());
     Dense<S, P> dense(page);
-    Sparse<S, P> sparse(page);
-    Packer<S, P>{page, dense, sparse}.run();
+    if constexpr (P::STORE == Store::REGISTERS) {
+        Direct<S, P>{page, dense}.run();
+    } else {
+        Sparse<S, P> sparse(page);
+        Lists<S, P> lists(page);
+        Packer<S, P>{page, dense, sparse, lists}.run();
+    }
 }
 
 }  // namespace signpost

@@ -90,7 +90,7 @@ struct Dense {
     // Scales of the bundle, which belong to the slice's heads. A barrier has to follow.
     __device__ __forceinline__ void load_scales() {
         for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-            set(i, page.params.scale[page.first_head * D + i], page.params.zero[page.first_head * D + i]);
+            factors[i] = make_float2(page.params.inverse[page.first_head * D + i], page.params.zero[page.first_head * D + i]);
         }
     }
 
@@ -98,6 +98,12 @@ struct Dense {
     __device__ __forceinline__ void put_range(int row, int head, int channel, float low, float high) {
         if (low > high) low = high = 0.0f;  // every number is an outlier
         put(row, head, channel, mul(0.5f, sub(high, low)), mul(0.5f, add(high, low)));
+    }
+
+    // Ends of whole tokens' ranges, each found by another warp; after a barrier they make scales. Another has to follow.
+    __device__ __forceinline__ void keep_end(int row, bool low, float end) { (low ? factors[row].x : factors[row].y) = end; }
+    __device__ __forceinline__ void put_ends() {
+        for (int row = threadIdx.x; row < TOKENS; row += A::THREADS) put_range(row, 0, 0, factors[row].x, factors[row].y);
     }
 
     __device__ __forceinline__ void put(int row, int head, int channel, float scale, float zero) {
@@ -264,27 +270,20 @@ struct Dense {
     // Sparse::take_outside.
     template <class Look>
     __device__ __forceinline__ void encode(Look look) {
-        constexpr int LANES = TOKENS == 8 ? 16 : 32, TILES = TOKENS == 8 ? 1 : TOKENS / TILE;
-        constexpr int TOGETHER = BITS == 3 && RUNS > 1 ? 2 : 1;  // runs whose words are stored together
+        constexpr int LANES = A::Order::LANES, TILES = A::Order::TILES;
         const Codes search = this->search();
-        const int number = page.slice / A::HEAD_SLICES, part = number % 2;  // half tiles: which half of the lanes
+        const int part = A::part(page.slice);
         float nothing = 0.0f;  // NaN once a number was NaN or infinite
-        for (int i = threadIdx.x; i < page.heads * TILES * (RUNS / TOGETHER) * LANES; i += A::THREADS) {
-            const int place = i % LANES;
-            const int lane = TOKENS != 8 ? place : P::VALUES ? place / 2 * 4 + part * 2 + place % 2 : part * 16 + place;
-            const int chunk = i / LANES % (RUNS / TOGETHER), tile = i / LANES / (RUNS / TOGETHER) % TILES;
-            const int head = i / LANES / (RUNS / TOGETHER) / TILES, r = lane / 4, c = lane % 4;
+        for (int i = threadIdx.x; i < page.heads * TILES * RUNS * LANES; i += A::THREADS) {
+            const int lane = A::Order::lane(i % LANES, part);
+            const int run = i / LANES % RUNS, tile = i / LANES / RUNS % TILES;
+            const int head = i / LANES / RUNS / TILES, r = lane / 4, c = lane % 4;
             const int first = P::VALUES ? 2 * c : r, row = TOKENS == 8 ? first % 4 : tile * TILE + first;
-            unsigned words[TOGETHER][BITS];
-#pragma unroll
-            for (int run = 0; run < TOGETHER; ++run) {
-                const int on = chunk * TOGETHER + run, channel = P::VALUES ? on * 64 + r : on * 32 + 2 * c;
-#pragma unroll
-                for (int k = 0; k < BITS; ++k) words[run][k] = 0;
-                encode_part<0>(search, words[run], row, head, channel, on, nothing, look);
-                encode_part<AT_ONCE>(search, words[run], row, head, channel, on, nothing, look);
-            }
-            store(&words[0][0], TOKENS == 8 ? number / 2 : number * TILES + tile, head, lane, chunk * TOGETHER);
+            const int channel = P::VALUES ? run * 64 + r : run * 32 + 2 * c;
+            unsigned words[BITS] = {};
+            encode_part<0>(search, words, row, head, channel, run, nothing, look);
+            encode_part<AT_ONCE>(search, words, row, head, channel, run, nothing, look);
+            store(words, A::first_tile(page.slice) + tile, head, lane, run);
         }
         if (!(nothing == 0.0f)) page.report(4);
     }
@@ -292,31 +291,40 @@ struct Dense {
     // Where number i of a run finds its scale, behind that of the first: known when compiled, unless scales are finer than the runs.
     static constexpr bool REGULAR = S::SCALES == Scales::CHANNEL_PAGE ? S::SCALE_TOKENS % TILE == 0 : S::SCALES != Scales::TOKEN || S::SCALE_CHANNELS >= 8;
     static __device__ __forceinline__ constexpr int scales_on(int i) {
-        using Place = Page<S, P>;
-        if (S::SCALES == Scales::CHANNEL_BUNDLE || S::SCALES == Scales::CHANNEL_PAGE) return Place::channels_on(i);
-        if (A::SPANS) return Place::rows_on(i);
-        if (S::SCALES == Scales::NORM) return Place::rows_on(i) * HEADS;
+        using Order = typename A::Order;
+        if (S::SCALES == Scales::CHANNEL_BUNDLE || S::SCALES == Scales::CHANNEL_PAGE) return Order::channels_on(i);
+        if (A::SPANS) return Order::rows_on(i);
+        if (S::SCALES == Scales::NORM) return Order::rows_on(i) * HEADS;
         const int half = P::VALUES ? 0 : i / 4 % 2 * (D / 2) / S::SCALE_CHANNELS;  // runs of keys have channels of both halves of the head
-        const int within = P::VALUES ? Place::channels_on(i) : i / 8 * 8;
-        return Place::rows_on(i) * HEADS * A::GROUPS + half + within / S::SCALE_CHANNELS;
+        const int within = P::VALUES ? Order::channels_on(i) : i / 8 * 8;
+        return Order::rows_on(i) * HEADS * A::GROUPS + half + within / S::SCALE_CHANNELS;
     }
 
     // Codes of numbers FIRST ... of a run into its words, all zero before the first part.
     template <int FIRST, class Look>
     __device__ __forceinline__ void encode_part(const Codes& search, unsigned (&words)[BITS], int row, int head, int channel, int run, float& nothing, Look look) {
-        using Place = Page<S, P>;
-        constexpr int PER_WORD = BITS == 3 ? 10 : 32 / BITS;
+        using Order = typename A::Order;
         const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
         const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
         float x[AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);
+        add_codes<FIRST>(search, words, [&](int k) {
+            const int i = FIRST + k;
+            nothing = fmaf(x[k], 0.0f, nothing);
+            return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
+        });
+        look(Part<FIRST>(), x, row, head, channel);
+    }
+
+    // The same from normalized(k), number FIRST + k.
+    template <int FIRST, class Normalized>
+    static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[BITS], Normalized normalized) {
+        constexpr int PER_WORD = BITS == 3 ? 10 : 32 / BITS;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int i = FIRST + k;
-            nothing = fmaf(x[k], 0.0f, nothing);
-            const float2 factor = REGULAR ? first[scales_on(i)] : factors[index(row + Place::rows_on(i), head, channel + Place::channels_on(i))];
             // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
-            const unsigned place = search.place(normalized(x[k], factor)), code = (place - search.leaves()) / 4;
+            const unsigned place = search.place(normalized(k)), code = (place - search.leaves()) / 4;
             const int shift = BITS * (i % PER_WORD);
             if (BITS == 3 && i == 30) {  // the two bits left in each of three words hold the last two codes
                 words[0] += code << 30;
@@ -328,7 +336,6 @@ struct Dense {
                 words[i / PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
             }
         }
-        look(Part<FIRST>(), x, row, head, channel);
         if constexpr (FIRST + AT_ONCE == RUN) {
             unsigned ones = 0;
 #pragma unroll
@@ -340,16 +347,15 @@ struct Dense {
 
     // Words of a lane from its run `run` on; the lanes' words are interleaved in pieces of WIDTH.
     __device__ __forceinline__ void store(const unsigned* words, int tile, int head, int lane, int run) {
-        constexpr int PER_LANE = RUNS * BITS, WIDTH = PER_LANE % 4 == 0 ? 4 : PER_LANE % 2 == 0 ? 2 : 1;
-        constexpr int COUNT = (BITS == 3 && RUNS > 1 ? 2 : 1) * BITS, PIECE = COUNT % 4 == 0 && WIDTH == 4 ? 4 : COUNT % 2 == 0 && WIDTH >= 2 ? 2 : 1;
+        constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
         unsigned* to = reinterpret_cast<unsigned*>(page.head_page(page.first_head + head) + S::CODES + tile * S::TILE_BYTES);
 #pragma unroll
-        for (int i = 0; i < COUNT; i += PIECE) {
+        for (int i = 0; i < BITS; i += WIDTH) {
             const int word = run * BITS + i;
-            unsigned* there = to + word / WIDTH * (32 * WIDTH) + lane * WIDTH + word % WIDTH;
-            if constexpr (PIECE == 4) {
+            unsigned* there = to + (word / WIDTH * 32 + lane) * WIDTH;
+            if constexpr (WIDTH == 4) {
                 *reinterpret_cast<uint4*>(there) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-            } else if constexpr (PIECE == 2) {
+            } else if constexpr (WIDTH == 2) {
                 *reinterpret_cast<uint2*>(there) = make_uint2(words[i], words[i + 1]);
             } else {
                 *there = words[i];

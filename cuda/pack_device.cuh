@@ -94,6 +94,25 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 }
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// 16 bytes of a table that all read.
+__device__ __forceinline__ uint4 load_table(const uint4* p) { return __ldg(p); }
+
+// The same number in a register of its own choice: blocks have one row, which the compiler does not know. Four registers loaded at once
+// cannot also be four others' neighbours in an operand; without this they are moved for every instruction that reads them.
+__device__ __forceinline__ unsigned settled(unsigned x) { return x ^ (blockDim.y - 1); }
+
+// sum += a b: 16 x 16 times 16 x 8 pieces, lanes hold them as the instruction says.
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, F16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
 // A cluster of CTAs that read and write each other's shared memory (compute capability 9.0 and above).
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -157,6 +176,11 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) x = add(x, __shfl_xor_sync(ALL_LANES, x, i));
     return x;
+}
+// Over the four lanes that share a row of a fragment.
+__device__ __forceinline__ float quad_sum(float x) {
+    x = add(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return add(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 __device__ __forceinline__ unsigned warp_total(unsigned x) {
 #pragma unroll

@@ -11,11 +11,13 @@
 //   TOKENS, HEADS   of a slice: 8 (half a tile: the tokens of half the lanes), or a multiple of 16
 //   CTAS            per page: as many as slices, or 1
 //   CLUSTER         1: the CTAs of a page are a cluster
-//   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE
+//   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE;
+//                   or in REGISTERS, see pack_direct.cuh
 //   THREADS         of a CTA
 #pragma once
 
-#include "pack_device.cuh"
+#include "pack_matrix.cuh"
+#include "pack_order.cuh"
 #include "sides.cuh"
 
 namespace signpost {
@@ -28,7 +30,7 @@ enum class Select {
     TOKEN,           // of a token's H * D numbers
 };
 
-enum class Store { SHARED, INPUT, WORKSPACE };
+enum class Store { SHARED, INPUT, WORKSPACE, REGISTERS };
 
 // Numbers [b][tokens][H][D]: strides in numbers, channels are neighbours, every vector starts at a multiple of 16 bytes.
 struct Source {
@@ -47,15 +49,18 @@ struct PackParams {
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
     const float* values;       // of the codes [2^BITS]
     const float* scale;        // [H][D], from the bundle, like zero
+    const float* inverse;      // 1 / scale, or 0 where it is 0
     const float* zero;
     const float* lower;        // [H][D] or [1], like upper
     const float* upper;
     const float* mean;         // [H][D]
-    const float* rotation;     // P [D][D]
+    const uint4* rotation;     // P [D][D], as fragments (pack_matrix.cuh)
     const float* inv_freq;     // [ROPE_DIM / 2]
-    const float* sketch;           // S^T [D][SKETCH]
-    const float* outlier_sketch;   // [D][OUTLIER_SKETCH]
+    const uint4* sketch;           // S^T [D][SKETCH], as fragments
+    const uint4* outlier_sketch;   // [D][OUTLIER_SKETCH]; for Store::REGISTERS of each head, of its outlier channels
     const unsigned char* outlier_mask;  // [H][D]
+    const uint4* kept_words;            // [H][D] of two bytes: all bits set where a channel is in the main sketch
+    const uint2* outlier_channels;      // [H][OUTLIER_STEPS][4][4] of two bytes, or 0xFFFF
     float* residual;           // what dense and sparse leave, [packed pages][T][H][D] in the order of the launch; or null
     float* workspace;          // [CTAs][HEADS][TOKENS][ROW] for Store::WORKSPACE
     int* status;               // bits are set: 1 page id out of range, 2 scale beyond float16, 4 NaN or infinity
@@ -68,8 +73,6 @@ struct PackParams {
     float scaling, unscaling;  // RoPE's factor on cos and sin; 1 / factor^2
 };
 
-constexpr int BLOCK = 256;  // numbers per block of the outliers' positions
-
 template <class S, class P>
 struct Shape {
     static constexpr int T = S::T, D = P::D, H = P::H, TOKENS = P::TOKENS, HEADS = P::HEADS, THREADS = P::THREADS;
@@ -79,9 +82,9 @@ struct Shape {
     static constexpr bool SPARSE = S::SPARSE != 0, BUNDLE = P::SELECT == Select::CHANNEL_BUNDLE || P::SELECT == Select::MATRIX_BUNDLE;
     static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
     static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
-    static constexpr int WORDS = D / 32;                 // of the outlier mask, per token and head
-    static constexpr int BLOCKS = T * D / BLOCK;         // per head of a page
-    static constexpr int SLICE_BLOCKS = TOKENS * D / BLOCK;
+    using Order = SliceOrder<D, TOKENS, P::VALUES != 0>;
+    static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
+    static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
     static constexpr int ROW = D + 8;                    // numbers from one row of a slice to the next: other banks
     static constexpr int GROUPS = D / S::SCALE_CHANNELS; // scales of a token and head
     static constexpr int SCALE_ROWS = S::SCALES == Scales::CHANNEL_BUNDLE ? 1 : S::SCALES == Scales::CHANNEL_PAGE ? TOKENS / S::SCALE_TOKENS : TOKENS;
@@ -94,7 +97,6 @@ struct Shape {
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
-    static_assert(TOKENS * D % BLOCK == 0, "a block of outliers belongs to one slice");
     static_assert(P::CTAS == SLICES || P::CTAS == 1, "a CTA packs one slice or all");
     static_assert(CLUSTER_CTAS <= 8, "clusters of more than 8 CTAs are not portable");
     static_assert(!SPARSE || P::CLUSTER || P::CTAS == 1, "outliers of all slices share a list");
@@ -104,9 +106,14 @@ struct Shape {
     static_assert(S::SCALES != Scales::CHANNEL_PAGE || (TOKENS >= TILE && TOKENS % S::SCALE_TOKENS == 0), "tokens that share a scale stay together");
     static_assert(S::ROTATE ? P::STORE != Store::INPUT : P::STORE != Store::WORKSPACE, "rotated numbers are not those of the input");
     static_assert(S::ROPE_DIM == 0 || !P::VALUES, "values are not rotated");
-    static_assert(THREADS % 32 == 0 && THREADS >= 64 && THREADS <= 1024, "whole warps");
+    static_assert(P::SELECT != Select::TOKEN || WARPS >= 4, "candidates are room for the queue of outliers");
+    static_assert(THREADS % 64 == 0 && THREADS >= 64 && THREADS <= 1024, "whole warps, whole vectors");
 
     static __device__ __forceinline__ int first_head(int slice) { return slice % HEAD_SLICES * HEADS; }
+    // Which half of a tile a slice of 8 tokens is.
+    static __device__ __forceinline__ int part(int slice) { return slice / HEAD_SLICES % 2; }
+    // The slice's first tile.
+    static __device__ __forceinline__ int first_tile(int slice) { return slice / HEAD_SLICES * TOKENS / TILE; }
     // Token of the page in a row of a slice. Half tiles: tokens 0-3 and 8-11, or 4-7 and 12-15, those of one half of the lanes.
     static __device__ __forceinline__ int token(int slice, int row) {
         const int number = slice / HEAD_SLICES;
@@ -133,8 +140,10 @@ struct PackLayout {
     static constexpr int SLICE_NUMBERS = A::HEADS * A::TOKENS * A::ROW;
     static constexpr int CANDIDATE_BYTES = 1024;  // of a warp
     static constexpr int TILE_AT = 0;                                                              // Stored [HEADS][TOKENS][ROW]
-    static constexpr int RAW_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : 0);
-    static constexpr int ROWS_AT = RAW_AT + (S::ROTATE ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
+    static constexpr bool DIRECT = P::STORE == Store::REGISTERS;
+    static constexpr int WARP_BYTES = A::TOKENS * A::D * INPUT_BYTES;  // of vectors that wait for registers, see pack_direct.cuh
+    static constexpr int RAW_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : DIRECT ? A::WARPS * WARP_BYTES : 0);
+    static constexpr int ROWS_AT = RAW_AT + (S::ROTATE && !DIRECT ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
     static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
     static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
@@ -142,11 +151,12 @@ struct PackLayout {
     static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
     static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
-    static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::HEADS * A::TOKENS * A::WORDS) : 0);
-    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(A::H * A::BLOCKS) : 0);      // before: u8 [H][BLOCKS]
-    static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::BLOCKS + 1)) : 0);  // before: u32
-    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : 0);
-    static constexpr int SCRATCH_AT = RESIDUAL_AT + (S::SKETCH ? align16(A::TOKENS * (A::D + 4) * 4) : 0);   // before: f32, of a head
+    static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
+    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::BLOCKS) : 0);  // before: u8 [H][BLOCKS][2]
+    static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::TILES + 1)) : 0);  // before: u32
+    static constexpr int QUEUE = 384;  // outliers that wait for their corrections, where candidates were
+    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : A::SPARSE ? 8 * QUEUE : 0);
+    static constexpr int SCRATCH_AT = RESIDUAL_AT + (S::SKETCH && !DIRECT ? align16(A::TOKENS * (A::D + 4) * 4) : 0);   // before: f32, of a head
     static constexpr int BYTES = SCRATCH_AT + 256;                                                 // u32 [64]
 };
 
@@ -154,6 +164,7 @@ template <class S, class P>
 struct Page {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
+    using Order = typename A::Order;
     using Input = typename P::Input;
     struct Row {
         const Input* data;  // the token's numbers
@@ -167,7 +178,7 @@ struct Page {
     int launched;               // pages that the launch has before this one
     long long position;         // of the page's first token
     int slice, first_head, heads;  // the slice at hand
-    unsigned* mask;             // its outliers, [HEADS][TOKENS][WORDS]
+    unsigned* mask;             // its outliers in the order of lists
 
     __device__ __forceinline__ Page(const PackParams& p, unsigned char* s) : params(p), shared(s), rank(blockIdx.x % P::CTAS) {}
 
@@ -211,39 +222,51 @@ struct Page {
         slice = A::SLICES_PER_CTA == 1 ? rank : index;
         first_head = A::first_head(slice);
         heads = min(A::HEADS, A::H - first_head);
-        mask = at<unsigned>(L::MASK_AT) + index * A::HEADS * A::TOKENS * A::WORDS;
+        mask = at<unsigned>(L::MASK_AT) + index * A::MASK_WORDS;
+    }
+
+    // Where the slice's tokens are. All threads; a barrier has to follow.
+    __device__ __forceinline__ void find_rows() {
+        for (int row = threadIdx.x; row < A::TOKENS; row += A::THREADS) at<Row>(L::ROWS_AT)[row] = source(A::token(slice, row));
     }
 
     // Starts to bring the numbers of the slice. All threads; has a barrier.
     __device__ __forceinline__ void begin_stage() {
-        Row* rows = at<Row>(L::ROWS_AT);
-        for (int row = threadIdx.x; row < A::TOKENS; row += A::THREADS) rows[row] = source(A::token(slice, row));
+        find_rows();
         __syncthreads();
+        const Row* rows = at<Row>(L::ROWS_AT);
         if constexpr (P::STORE == Store::SHARED && !S::ROTATE) {
-            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE;
-            Input* tile = at<Input>(L::TILE_AT);
-            for (int i = threadIdx.x; i < A::HEADS * A::TOKENS * PIECES; i += A::THREADS) {
-                // All heads of a token before the next: they lie side by side in a prompt.
-                const int piece = i % PIECES, head = i / PIECES % A::HEADS, row = i / PIECES / A::HEADS;
+            // All heads of a token before the next: they lie side by side in a prompt. A thread keeps its piece of a vector.
+            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE, AT_ONCE = A::THREADS / PIECES;
+            const int piece = threadIdx.x % PIECES * PIECE;
+            Input* tile = at<Input>(L::TILE_AT) + piece;
+#pragma unroll 4
+            for (int i = threadIdx.x / PIECES; i < A::HEADS * A::TOKENS; i += AT_ONCE) {
+                const int head = AT_ONCE % A::HEADS ? i % A::HEADS : threadIdx.x / PIECES % A::HEADS, row = i / A::HEADS;
                 if (A::H % A::HEADS && head >= heads) continue;
-                copy16(tile + (head * A::TOKENS + row) * A::ROW + piece * PIECE, rows[row].data + (first_head + head) * rows[row].head + piece * PIECE);
+                const Row from = rows[row];
+                copy16(tile + (head * A::TOKENS + row) * A::ROW, from.data + (first_head + head) * from.head + piece);
             }
+        }
+    }
+
+    // Sines and cosines of the slice's tokens.
+    __device__ __forceinline__ void find_turns() {
+        constexpr int PAIRS = S::ROPE_DIM / 2;
+        for (int i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
+            const int row = i / PAIRS, pair = i % PAIRS;
+            const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
+            float2 turn;
+            sincosf(angle, &turn.y, &turn.x);
+            turn.x = mul(mul(turn.x, params.scaling), params.unscaling);
+            turn.y = mul(-mul(turn.y, params.scaling), params.unscaling);
+            at<float2>(L::ROPE_AT)[row * A::ANGLES + pair] = turn;
         }
     }
 
     // Waits for them and turns them as the format wants. All threads; ends with a barrier.
     __device__ __forceinline__ void end_stage() {
-        if constexpr (S::ROPE_DIM > 0) {
-            float2* table = at<float2>(L::ROPE_AT);
-            for (int i = threadIdx.x; i < A::TOKENS * (S::ROPE_DIM / 2); i += A::THREADS) {
-                const int row = i / (S::ROPE_DIM / 2), pair = i % (S::ROPE_DIM / 2);
-                const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
-                float2 turn;
-                turn.x = mul(mul(cosf(angle), params.scaling), params.unscaling);
-                turn.y = mul(-mul(sinf(angle), params.scaling), params.unscaling);
-                table[row * A::ANGLES + pair] = turn;
-            }
-        }
+        if constexpr (S::ROPE_DIM > 0) find_turns();
         if constexpr (S::ROTATE) {
             for (int head = 0; head < heads; ++head) rotate(head);
         } else if constexpr (P::STORE == Store::SHARED) {
@@ -261,11 +284,11 @@ struct Page {
         return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, from.head};
     }
 
-    // One head's vectors times P, after the mean is taken off. Sums in float with fused multiply-adds, channels in ascending order:
-    // other orders, like torch's, differ in the last bits. All threads.
+    // One head's vectors times P, after the mean is taken off. All threads.
     __device__ __forceinline__ void rotate(int head) {
-        constexpr int ROWS = 8;  // that a thread sums at once
+        constexpr int SIXTEENS = 4, CHUNKS = A::D / (16 * SIXTEENS);  // of columns that a warp takes at once
         const Row* rows = at<Row>(L::ROWS_AT);
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float* raw = at<float>(L::RAW_AT);
         float* to = stored_float() + head * A::TOKENS * A::ROW;
         __syncthreads();
@@ -274,22 +297,16 @@ struct Page {
             raw[row * A::ROW + channel] = centered(widen(rows[row].data[(first_head + head) * rows[row].head + channel]), head, channel);
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < A::TOKENS / ROWS * A::D; i += A::THREADS) {
-            const int channel = i % A::D;
-            const float* x = raw + i / A::D * ROWS * A::ROW;
-            float sum[ROWS] = {};
-            for (int k = 0; k < A::D; k += 4) {
-                float p[4];
+        for (int i = warp; i < (A::TOKENS + 8) / 16 * CHUNKS; i += A::WARPS) {
+            const int first = i / CHUNKS * 16, chunk = i % CHUNKS * SIXTEENS;
+            float sum[SIXTEENS][2][4];
+            multiply_floats<A::D, A::ROW, A::TOKENS>(sum, raw + first * A::ROW, params.rotation, chunk);
+            float* here = to + (first + lane / 4) * A::ROW + chunk * 16 + lane % 4 * 2;
 #pragma unroll
-                for (int j = 0; j < 4; ++j) p[j] = params.rotation[(k + j) * A::D + channel];
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    const float4 y = *reinterpret_cast<const float4*>(x + row * A::ROW + k);
-                    sum[row] = fmaf(y.w, p[3], fmaf(y.z, p[2], fmaf(y.y, p[1], fmaf(y.x, p[0], sum[row]))));
-                }
+            for (int k = 0; k < SIXTEENS * 2; ++k) {
+                *reinterpret_cast<float2*>(here + k * 8) = make_float2(sum[k / 2][k % 2][0], sum[k / 2][k % 2][1]);
+                if (A::TOKENS > 8) *reinterpret_cast<float2*>(here + 8 * A::ROW + k * 8) = make_float2(sum[k / 2][k % 2][2], sum[k / 2][k % 2][3]);
             }
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) to[(i / A::D * ROWS + row) * A::ROW + channel] = sum[row];
         }
         __syncthreads();
     }
@@ -335,12 +352,7 @@ struct Page {
         }
     }
 
-    // The 32 numbers whose codes are a lane's run of a tile, in their order (artifacts/order.py), so many at a time. Number i is step i / 8, half i / 4 % 2,
-    // upper i / 2 % 2, e i % 2; relative to the first it stands so many rows and channels on:
-    static constexpr int FAR = A::TOKENS == 8 ? 4 : 8;  // rows to tokens 8 further on
-    static __device__ __forceinline__ constexpr int rows_on(int i) { return P::VALUES ? i / 4 % 2 * FAR + i % 2 : i / 2 % 2 * FAR; }
-    static __device__ __forceinline__ constexpr int channels_on(int i) { return P::VALUES ? i / 8 * 16 + i / 2 % 2 * 8 : i / 4 % 2 * (A::D / 2) + i / 8 * 8 + i % 2; }
-
+    // Of a run, the 32 numbers whose codes are a lane's words, so many are handled at once.
     static constexpr int AT_ONCE = 16;
 
     // Numbers FIRST ... of a run whose first number is at (row, head, channel).
@@ -349,14 +361,14 @@ struct Page {
         constexpr bool KEYS = !P::VALUES, HALVES = S::ROPE_DIM == A::D && !S::INTERLEAVED;
         if constexpr (P::STORE != Store::SHARED || (S::ROPE_DIM > 0 && !HALVES)) {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) x[i] = number_at(row + rows_on(FIRST + i), head, channel + channels_on(FIRST + i));
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = number_at(row + Order::rows_on(FIRST + i), head, channel + Order::channels_on(FIRST + i));
             return;
         }
         using Stored = typename L::Stored;
         const Stored* from = at<const Stored>(L::TILE_AT) + (head * A::TOKENS + row) * A::ROW + channel;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i += KEYS ? 2 : 1) {
-            const Stored* here = from + rows_on(FIRST + i) * A::ROW + channels_on(FIRST + i);
+            const Stored* here = from + Order::rows_on(FIRST + i) * A::ROW + Order::channels_on(FIRST + i);
             if constexpr (KEYS) {
                 const float2 pair = load_pair(here);
                 x[i] = pair.x;
@@ -368,13 +380,13 @@ struct Page {
         if constexpr (S::CENTER && !S::ROTATE) {
             const float* means = params.mean + (first_head + head) * A::D + channel;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) x[i] = sub(x[i], means[channels_on(FIRST + i)]);
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = sub(x[i], means[Order::channels_on(FIRST + i)]);
         }
         if constexpr (HALVES) {  // number i and number i + 4 of the other half of the head are a pair
             const float2* table = at<const float2>(L::ROPE_AT) + row * A::ANGLES + channel;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i += i % 4 == 3 ? 5 : 1) {
-                const float2 turn = table[rows_on(FIRST + i) * A::ANGLES + channels_on(FIRST + i)];
+                const float2 turn = table[Order::rows_on(FIRST + i) * A::ANGLES + Order::channels_on(FIRST + i)];
                 const float first = x[i], second = x[i + 4];
                 x[i] = sub(mul(first, turn.x), mul(second, turn.y));
                 x[i + 4] = add(mul(second, turn.x), mul(first, turn.y));
@@ -383,8 +395,9 @@ struct Page {
     }
 
     __device__ __forceinline__ bool is_outlier(int row, int head, int channel) const {
-        if constexpr (A::SPARSE) return mask[(head * A::TOKENS + row) * A::WORDS + channel / 32] >> (channel % 32) & 1u;
-        return false;
+        if constexpr (!A::SPARSE) return false;
+        const int bit = Order::bit(row, head, channel);
+        return mask[bit / 32] >> bit % 32 & 1u;
     }
 };
 

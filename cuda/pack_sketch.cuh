@@ -1,18 +1,28 @@
 // Sketch of what the parts before leave: signs of S k and the norm of k, for the outlier channels apart.
 //
-// Sums in float with fused multiply-adds, channels in ascending order. torch adds in other orders: signs of products that are within
-// rounding of zero can differ, and norms by one unit of float16 in the last place.
+// torch adds in other orders: signs of products that are within rounding of zero can differ, and norms by one unit of float16 in the
+// last place.
 #pragma once
 
 #include "pack_page.cuh"
 
 namespace signpost {
 
+// Signs of 32 sums of a token, columns in their order, a bit set where a sum is not negative: of token r or (upper) r + 8 of a fragment.
+__device__ __forceinline__ unsigned sign_word(const float (&sum)[2][2][4], int upper) {
+    unsigned negative = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) negative |= as_word(sum[i / 4][i / 2 % 2][2 * upper + i % 2]) >> 31 << (i / 2 * 8 + i % 2);
+    negative <<= threadIdx.x % 4 * 2;
+    negative |= __shfl_xor_sync(ALL_LANES, negative, 1);
+    return ~(negative | __shfl_xor_sync(ALL_LANES, negative, 2));
+}
+
 template <class S, class P>
 struct Sketcher {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
-    static constexpr int D = A::D, TOKENS = A::TOKENS, ROW = D + 4, ROWS = 8;  // that a warp takes at once
+    static constexpr int D = A::D, TOKENS = A::TOKENS, ROW = D + 4;
 
     Page<S, P>& page;
     float* const residual;  // of a head [TOKENS][ROW]
@@ -54,25 +64,16 @@ struct Sketcher {
     }
 
     template <int M>
-    __device__ __forceinline__ void signs(const float* s, unsigned char* to) {
+    __device__ __forceinline__ void signs(const uint4* s, unsigned char* to) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int i = warp; i < TOKENS / ROWS * (M / 32); i += A::WARPS) {
-            const int word = i % (M / 32), first = i / (M / 32) * ROWS;
-            float sum[ROWS] = {};
-            for (int channel = 0; channel < D; channel += 4) {
-                float weight[4];
+        for (int i = warp; i < (TOKENS + 8) / 16 * (M / 32); i += A::WARPS) {
+            const int word = i % (M / 32), first = i / (M / 32) * 16;
+            float sum[2][2][4];
+            multiply_floats<D, ROW, TOKENS>(sum, residual + first * ROW, s, 2 * word);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) weight[j] = s[(channel + j) * M + word * 32 + lane];
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    const float4 x = *reinterpret_cast<const float4*>(residual + (first + row) * ROW + channel);
-                    sum[row] = fmaf(x.w, weight[3], fmaf(x.z, weight[2], fmaf(x.y, weight[1], fmaf(x.x, weight[0], sum[row]))));
-                }
-            }
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                const unsigned positive = __ballot_sync(ALL_LANES, sum[row] >= 0.0f);
-                if (lane == 0) reinterpret_cast<unsigned*>(to)[A::token(page.slice, first + row) * (M / 32) + word] = positive;
+            for (int upper = 0; upper < (TOKENS > 8 ? 2 : 1); ++upper) {
+                const unsigned bits = sign_word(sum, upper);
+                if (lane % 4 == 0) reinterpret_cast<unsigned*>(to)[A::token(page.slice, first + upper * 8 + lane / 4) * (M / 32) + word] = bits;
             }
         }
     }

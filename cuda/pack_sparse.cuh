@@ -1,7 +1,7 @@
-// Outliers of a page: which numbers they are, and the lists that hold their corrections.
+// Outliers of a page: which numbers they are.
 //
-// Which numbers are taken is that of runtime/parts/sparse.py to the bit, ties included: numbers are compared together with their
-// place, so no two are equal. While a page is packed its outliers are a mask in shared memory, one bit a number.
+// That is what runtime/parts/sparse.py says, to the bit, ties included: numbers are compared together with their place, so no two are
+// equal. While a page is packed its outliers are a mask in shared memory, one bit a number, in the order of lists (pack_order.cuh).
 #pragma once
 
 #include "pack_dense.cuh"
@@ -12,22 +12,12 @@ template <class S, class P>
 struct Sparse {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
-    static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, WORDS = A::WORDS;
-    static constexpr int MASK_WORDS = HEADS * TOKENS * WORDS, K = P::PER_END;
-    static constexpr int BLOCK_ROWS = BLOCK > D ? BLOCK / D : 1;
+    using Order = typename A::Order;
+    static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, K = P::PER_END;
 
     Page<S, P>& page;
-    unsigned char* const counts;  // outliers per block of the page [H][BLOCKS]
-    unsigned* const starts;       // outliers before each block, and all of them at the end
-    unsigned* const scratch;
 
-    __device__ __forceinline__ explicit Sparse(Page<S, P>& p)
-        : page(p),
-          counts(p.template at<unsigned char>(L::COUNTS_AT)),
-          starts(p.template at<unsigned>(L::STARTS_AT)),
-          scratch(p.template at<unsigned>(L::SCRATCH_AT)) {}
-
-    // ---- which numbers ----
+    __device__ __forceinline__ explicit Sparse(Page<S, P>& p) : page(p) {}
 
     __device__ __forceinline__ void load_bounds() {
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) {
@@ -47,57 +37,69 @@ struct Sparse {
     }
 
     __device__ __forceinline__ void take(int row, int head, int channel) {
-        atomicOr(page.mask + (head * TOKENS + row) * WORDS + channel / 32, 1u << channel % 32);
+        const int bit = Order::bit(row, head, channel);
+        atomicOr(page.mask + bit / 32, 1u << bit % 32);
     }
-    // Of numbers FIRST ... of a run whose first number is at (row, head, channel).
+    // Of numbers FIRST ... of a run whose first number is at (row, head, channel). A lane's eight numbers of a step are a byte of the
+    // mask, and all bytes of the slice's heads are written.
     template <int FIRST, int COUNT>
     __device__ __forceinline__ void take_outside(Part<FIRST>, const float (&x)[COUNT], int row, int head, int channel) {
-        using Place = Page<S, P>;
         const float2 whole = P::SELECT == Select::MATRIX_BUNDLE ? bounds(0, 0) : make_float2(0.0f, 0.0f);
         const float2* of_channels = page.template at<const float2>(L::BOUNDS_AT) + head * D + channel;
-        unsigned outside = 0;
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask) + Order::bit(row, head, channel) / 8;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : of_channels[Place::channels_on(FIRST + i)];
-            if (x[i] < b.x || x[i] > b.y) outside |= 1u << i;
-        }
-        for (; outside; outside &= outside - 1) {
-            const int i = FIRST + __ffs(static_cast<int>(outside)) - 1;
-            take(row + Place::rows_on(i), head, channel + Place::channels_on(i));
+        for (int first = 0; first < COUNT; first += 8) {
+            unsigned outside = 0;
+#pragma unroll
+            for (int i = first; i < first + 8; ++i) {
+                const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : of_channels[Order::channels_on(FIRST + i)];
+                if (x[i] < b.x || x[i] > b.y) outside |= 1u << (i - first);
+            }
+            bytes[(FIRST + first) / 8 * Order::LANES] = static_cast<unsigned char>(outside);
         }
     }
 
     __device__ __forceinline__ void clear_mask() {
-        for (int i = threadIdx.x; i < MASK_WORDS; i += A::THREADS) page.mask[i] = 0;
+        if constexpr (A::BUNDLE) return;
+        for (int i = threadIdx.x; i < A::MASK_WORDS; i += A::THREADS) page.mask[i] = 0;
     }
 
-    // Fills the mask of the slice at hand, all zero before. A barrier has to follow. ranges: where Scales are those of whole
-    // tokens, told the range of what is left of each.
+    // Fills the mask of the slice at hand, cleared before. A barrier has to follow. ranges: where Scales are those of whole
+    // tokens, told the largest and the smallest of what is left of each.
     template <class Ranges>
     __device__ __forceinline__ void select(Ranges ranges) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if constexpr (A::BUNDLE) {
-            for (int i = warp; i < page.heads * TOKENS * WORDS; i += A::WARPS) {
-                const int word = i % WORDS, row = i / WORDS % TOKENS, head = i / WORDS / TOKENS, channel = word * 32 + lane;
-                const float x = page.number_at(row, head, channel);
-                const float2 b = bounds(head, channel);
-                const unsigned outside = __ballot_sync(ALL_LANES, x < b.x || x > b.y);
-                if (lane == 0) page.mask[(head * TOKENS + row) * WORDS + word] = outside;
+            unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask);
+            for (int i = threadIdx.x; i < page.heads * TOKENS * D / 8; i += A::THREADS) {
+                unsigned outside = 0;
+#pragma unroll
+                for (int place = 0; place < 8; ++place) {
+                    const Number n = Order::number(8 * i + place);
+                    const float x = page.number_at(n.row, n.head, n.channel);
+                    const float2 b = bounds(n.head, n.channel);
+                    if (x < b.x || x > b.y) outside |= 1u << place;
+                }
+                bytes[i] = static_cast<unsigned char>(outside);
             }
         } else if constexpr (P::SELECT == Select::CHANNEL_PAGE) {
             for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) select_channel(i / D, i % D);
         } else if constexpr (P::SELECT == Select::TOKEN) {
-            for (int row = warp; row < TOKENS; row += A::WARPS) {
-                float low, high;
-                bool found = false;
-                if constexpr (PAIRED) found = select_pairs(row, warp, lane, low, high);
-                if (!found) {
-                    high = select_token<false>(row, warp, lane);
-                    low = select_token<true>(row, warp, lane);
-                }
-                if (lane == 0) ranges(row, low, high);
+            for (int i = warp; i < 2 * TOKENS; i += A::WARPS) {  // a slice has few tokens: a warp for each end
+                const bool flip = i % 2 != 0;
+                const float next = flip ? select_end<true>(i / 2, warp, lane) : select_end<false>(i / 2, warp, lane);
+                if (lane == 0) ranges(i / 2, flip, next);
             }
         }
+    }
+
+    template <bool FLIP>
+    __device__ __forceinline__ float select_end(int row, int warp, int lane) {
+        float next;
+        if constexpr (PAIRED) {
+            if (select_pairs<FLIP>(row, warp, lane, next)) return next;
+        }
+        return select_token<FLIP>(row, warp, lane);
     }
 
     // The K smallest and the K largest of a channel; of equal numbers the first is smaller.
@@ -139,6 +141,7 @@ struct Sparse {
         static_assert(N > 2 * K && EACH % 2 == 0, "some numbers are left");
         if constexpr (PILES <= 4 && 32 * PILES > K) {
             unsigned largest[PILES] = {};
+#pragma unroll UNROLLED
             for (int i = 0; i < EACH; i += PILES) {
 #pragma unroll
                 for (int j = 0; j < PILES; ++j) {
@@ -155,6 +158,7 @@ struct Sparse {
             }
             unsigned long long* list = page.template at<unsigned long long>(L::CANDIDATES_AT) + warp * ROOM;
             int n = 0;
+#pragma unroll UNROLLED
             for (int i = 0; i < EACH; ++i) {
                 const unsigned x = key<FLIP>(row, i * 32 + lane);
                 const unsigned in = __ballot_sync(ALL_LANES, x >= least);
@@ -184,8 +188,9 @@ struct Sparse {
 
     static constexpr int VECTORS = HEADS * D / 8, EACH = VECTORS / 32, PILES = (K + 48) / 48;  // of eight numbers; of a lane; pairs of piles
     static constexpr bool PAIRED = A::AS_THEY_CAME && VECTORS % 32 == 0 && EACH >= PILES && EACH <= 20 && K <= 64;
-    static constexpr int VECTOR_ROOM = 128, PLACE_ROOM = 96;
-    static_assert(2 * VECTOR_ROOM + 2 * 4 * PLACE_ROOM <= L::CANDIDATE_BYTES, "lists of a warp");
+    static constexpr int UNROLLED = PAIRED ? 1 : 4;  // of the way that is seldom taken then: it compiles faster
+    static constexpr int VECTOR_ROOM = 128, PLACE_ROOM = 192;
+    static_assert(2 * VECTOR_ROOM + 4 * PLACE_ROOM <= L::CANDIDATE_BYTES, "lists of a warp");
 
     __device__ __forceinline__ const typename P::Input* vector_at(int row, int vector) const {
         constexpr int PER_HEAD = D / 8;
@@ -218,39 +223,40 @@ struct Sparse {
         return least;
     }
 
-    // Takes the K largest and the K smallest of a token's numbers and tells the next ones; false, and none taken, if too many are alike.
-    // As in select_token; but vectors of eight numbers are collected first, those whose largest or smallest reaches the bounds.
-    __device__ __forceinline__ bool select_pairs(int row, int warp, int lane, float& low_next, float& high_next) {
+    // The larger of two pairs; FLIP: the smaller.
+    template <bool FLIP>
+    static __device__ __forceinline__ unsigned best(unsigned a, unsigned b) {
         using Half = typename P::Input;
-        unsigned high[EACH], low[EACH], top[PILES], bottom[PILES];
+        return FLIP ? min_pair(a, b, Half()) : max_pair(a, b, Half());
+    }
+    template <bool FLIP>
+    static __device__ __forceinline__ unsigned key16(unsigned bits) {
+        return FLIP ? 0xFFFFu - ordered16(bits) : ordered16(bits);
+    }
+
+    // Takes the K largest (FLIP: smallest) of a token's numbers and tells the next one; false, and none taken, if too many are alike.
+    // As in select_token; but vectors of eight numbers are collected first, those whose best number reaches the bound. A warp.
+    template <bool FLIP>
+    __device__ __forceinline__ bool select_pairs(int row, int warp, int lane, float& next) {
+        unsigned high[EACH], top[PILES], keys[2 * PILES];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const uint4 x = *reinterpret_cast<const uint4*>(vector_at(row, i * 32 + lane));
-            high[i] = max_pair(max_pair(x.x, x.y, Half()), max_pair(x.z, x.w, Half()), Half());
-            low[i] = min_pair(min_pair(x.x, x.y, Half()), min_pair(x.z, x.w, Half()), Half());
-            top[i % PILES] = i < PILES ? high[i] : max_pair(top[i % PILES], high[i], Half());
-            bottom[i % PILES] = i < PILES ? low[i] : min_pair(bottom[i % PILES], low[i], Half());
+            high[i] = best<FLIP>(best<FLIP>(x.x, x.y), best<FLIP>(x.z, x.w));
+            top[i % PILES] = i < PILES ? high[i] : best<FLIP>(top[i % PILES], high[i]);
         }
-        unsigned keys[2 * PILES], negated[2 * PILES];
 #pragma unroll
-        for (int i = 0; i < PILES; ++i) {
-            keys[2 * i] = ordered16(top[i] & 0xFFFFu);
-            keys[2 * i + 1] = ordered16(top[i] >> 16);
-            negated[2 * i] = 0xFFFFu - ordered16(bottom[i] & 0xFFFFu);
-            negated[2 * i + 1] = 0xFFFFu - ordered16(bottom[i] >> 16);
-        }
-        // Wanted are numbers above `under` and below `over`: the numbers next to the bounds, in both halves. No number has -0's own key.
-        unsigned under = bound(keys) - 1, over = 0x10000u - bound(negated);
-        under = unordered16(under == 0x7FFFu ? 0x7FFEu : under) * 0x10001u;
-        over = unordered16(over) * 0x10001u;
+        for (int i = 0; i < 2 * PILES; ++i) keys[i] = key16<FLIP>(i % 2 ? top[i / 2] >> 16 : top[i / 2] & 0xFFFFu);
+        // Wanted are numbers beyond the one next to the bound, here in both halves. No number has -0's own key.
+        unsigned under = FLIP ? 0x10000u - bound(keys) : bound(keys) - 1;
+        under = unordered16(!FLIP && under == 0x7FFFu ? 0x7FFEu : under) * 0x10001u;
 
         unsigned short* vectors = reinterpret_cast<unsigned short*>(page.template at<unsigned char>(L::CANDIDATES_AT) + warp * L::CANDIDATE_BYTES);
-        unsigned* largest = reinterpret_cast<unsigned*>(vectors + VECTOR_ROOM);
-        unsigned* smallest = largest + PLACE_ROOM;
+        unsigned* list = reinterpret_cast<unsigned*>(vectors + VECTOR_ROOM);
         int n = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const bool in = max_pair(high[i], under, Half()) != under || min_pair(low[i], over, Half()) != over;
+            const bool in = best<FLIP>(high[i], under) != under;
             const unsigned all = __ballot_sync(ALL_LANES, in);
             const int slot = n + __popc(all & ((1u << lane) - 1u));
             if (in && slot < VECTOR_ROOM) vectors[slot] = static_cast<unsigned short>(i * 32 + lane);
@@ -258,9 +264,9 @@ struct Sparse {
         }
         if (n > VECTOR_ROOM) return false;
         __syncwarp();
-        int taken = 0;  // largest, and smallest from bit 16 on
+        int taken = 0;
         for (int i = lane; i < (n + 31) / 32 * 32; i += 32) {
-            unsigned in = 0;  // which of the eight: largest, and smallest from bit 8 on
+            unsigned in = 0;  // which of the eight
             int vector = 0;
             if (i < n) {
                 vector = vectors[i];
@@ -268,40 +274,30 @@ struct Sparse {
                 const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const unsigned above = max_pair(pairs[k], under, Half()) ^ under, below = min_pair(pairs[k], over, Half()) ^ over;
-                    if (above & 0xFFFFu) in |= 1u << 2 * k;
-                    if (above >> 16) in |= 2u << 2 * k;
-                    if (below & 0xFFFFu) in |= 256u << 2 * k;
-                    if (below >> 16) in |= 512u << 2 * k;
+                    const unsigned beyond = best<FLIP>(pairs[k], under) ^ under;
+                    if (beyond & 0xFFFFu) in |= 1u << 2 * k;
+                    if (beyond >> 16) in |= 2u << 2 * k;
                 }
             }
-            const unsigned mine = __popc(in & 0xFFu) | __popc(in >> 8) << 16;
-            unsigned before = mine;  // and including
+            const int mine = __popc(in);
+            int before = mine;  // and including
 #pragma unroll
             for (int k = 1; k < 32; k *= 2) {
-                const unsigned x = __shfl_up_sync(ALL_LANES, before, k);
+                const int x = __shfl_up_sync(ALL_LANES, before, k);
                 if (lane >= k) before += x;
             }
-            const int all = __shfl_sync(ALL_LANES, before, 31);
-            before += taken - mine;
-            taken += all;
-            if ((taken & 0xFFFF) > PLACE_ROOM - 4 || taken >> 16 > PLACE_ROOM - 4) return false;
-            for (int slot = before & 0xFFFFu; in & 0xFFu; in &= in - 1, ++slot) {
-                const int place = vector * 8 + __ffs(static_cast<int>(in)) - 1;
-                largest[slot] = ordered16(vector_at(row, vector)[place % 8].bits) << 16 | place;
-            }
-            in >>= 8;
-            for (int slot = before >> 16; in; in &= in - 1, ++slot) {
-                const int place = vector * 8 + __ffs(static_cast<int>(in)) - 1;
-                smallest[slot] = ~(ordered16(vector_at(row, vector)[place % 8].bits) << 16 | place);
+            int slot = taken + before - mine;
+            taken += __shfl_sync(ALL_LANES, before, 31);
+            if (taken > PLACE_ROOM - 4) return false;
+            for (; in; in &= in - 1, ++slot) {
+                const unsigned place = vector * 8 + __ffs(static_cast<int>(in)) - 1;
+                list[slot] = key16<FLIP>(vector_at(row, vector)[place % 8].bits) << 16 | (FLIP ? ~place & 0xFFFFu : place);
             }
         }
-        const int highs = taken & 0xFFFF, lows = taken >> 16;
-        if (lane < 4) largest[highs + lane] = smallest[lows + lane] = 0;
+        if (lane < 4) list[taken + lane] = 0;
         __syncwarp();
-        const unsigned next_high = rank(largest, highs, row, lane, 0), next_low = rank(smallest, lows, row, lane, ~0u);
-        high_next = value16(next_high >> 16);
-        low_next = value16(~next_low >> 16);
+        const unsigned found = rank(list, taken, row, lane, FLIP ? ~0u : 0u) >> 16;
+        next = value16(FLIP ? 0xFFFFu - found : found);
         return true;
     }
 
@@ -341,185 +337,15 @@ struct Sparse {
         for (int bit = 63; bit >= 0; --bit) {
             const unsigned long long tried = least | 1ull << bit;
             int found = 0;
+#pragma unroll UNROLLED
             for (int i = 0; i < EACH; ++i) found += placed<FLIP>(key<FLIP>(row, i * 32 + lane), i * 32 + lane) >= tried ? 1 : 0;
             if (warp_total(found) > K) least = tried;
         }
+#pragma unroll UNROLLED
         for (int i = 0; i < EACH; ++i) {
             if (placed<FLIP>(key<FLIP>(row, i * 32 + lane), i * 32 + lane) > least) take_place(row, i * 32 + lane);
         }
         return value<FLIP>(static_cast<unsigned>(least >> 32));
-    }
-
-    // ---- limits and counts ----
-
-    __device__ __forceinline__ unsigned* block_words(int block) const { return page.mask + block * (BLOCK / 32); }
-    static __device__ __forceinline__ int block_head(int block) { return block / A::SLICE_BLOCKS; }
-    // The block's place in the page's counts.
-    __device__ __forceinline__ int page_block(int block) const {
-        const int row = block % A::SLICE_BLOCKS * BLOCK / D;
-        return (page.first_head + block_head(block)) * A::BLOCKS + (A::token(page.slice, row) * D + block % A::SLICE_BLOCKS * BLOCK % D) / BLOCK;
-    }
-
-    // Counts the outliers of the slice's blocks, for all CTAs of the page. One of 256 is given up, the least, since a count has to
-    // fit a byte: returns whether this thread did so.
-    __device__ __forceinline__ bool count_blocks(bool limit) {
-        bool cleared = false;
-        for (int block = threadIdx.x; block < page.heads * A::SLICE_BLOCKS; block += A::THREADS) {
-            const unsigned* words = block_words(block);
-            int n = 0;
-#pragma unroll
-            for (int i = 0; i < BLOCK / 32; ++i) n += __popc(words[i]);
-            if (limit && n == BLOCK) {
-                clear_least(block);
-                cleared = true;
-                --n;
-            }
-            const int place = page_block(block);
-#pragma unroll
-            for (int other = 0; other < A::CLUSTER_CTAS; ++other) remote(counts, other)[place] = static_cast<unsigned char>(n);
-        }
-        return cleared;
-    }
-
-    __device__ __forceinline__ void clear_least(int block) {
-        const int head = block_head(block), first = block % A::SLICE_BLOCKS * BLOCK;
-        float least = 0.0f;
-        int place = 0;
-        for (int i = 0; i < BLOCK; ++i) {
-            const int row = (first + i) / D, channel = (first + i) % D;
-            const float x = page.number_at(row, head, channel), size = fabsf(A::BUNDLE ? excess(x, head, channel) : x);
-            if (i == 0 || size < least) {
-                least = size;
-                place = i;
-            }
-        }
-        block_words(block)[place / 32] &= ~(1u << place % 32);
-    }
-
-    __device__ __forceinline__ void page_sync() {
-        if constexpr (P::CLUSTER) {
-            cluster_sync();
-        } else {
-            __syncthreads();
-        }
-    }
-
-    // Sums up the counts: where each block's list begins. All threads; begins and ends with a barrier. Returns the page's outliers.
-    __device__ __forceinline__ unsigned find_starts() {
-        constexpr int N = A::H * A::BLOCKS, EACH = (N + A::THREADS - 1) / A::THREADS;
-        page_sync();
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * EACH;
-        unsigned mine = 0;
-        for (int i = first; i < first + EACH && i < N; ++i) mine += counts[i];
-        unsigned before = mine;  // and including
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const unsigned x = __shfl_up_sync(ALL_LANES, before, i);
-            if (lane >= i) before += x;
-        }
-        if (lane == 31) scratch[warp] = before;
-        __syncthreads();
-        before -= mine;
-        for (int i = 0; i < warp; ++i) before += scratch[i];
-        for (int i = first; i < first + EACH && i < N; ++i) {
-            starts[i] = before;
-            before += counts[i];
-        }
-        if (first < N && first + EACH >= N) starts[N] = before;
-        __syncthreads();
-        return starts[N];
-    }
-
-    // The page's sum of a number of every thread. All threads of all CTAs.
-    __device__ __forceinline__ unsigned page_total(unsigned x) {
-        x = warp_total(x);
-        page_sync();  // the last total has been read
-        if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-        __syncthreads();
-        if (threadIdx.x < A::CLUSTER_CTAS) {
-            unsigned sum = 0;
-            for (int i = 0; i < A::WARPS; ++i) sum += scratch[i];
-            remote(scratch, threadIdx.x)[32 + page.rank % A::CLUSTER_CTAS] = sum;
-        }
-        page_sync();
-        unsigned sum = 0;
-        for (int i = 0; i < A::CLUSTER_CTAS; ++i) sum += scratch[32 + i];
-        return sum;
-    }
-
-    // Of more than SLOTS outliers beyond the bundle's bounds, keeps those that exceed them most; of equal ones the first by token,
-    // head and channel. The SLOTS-th is found bit by bit: slow, and seldom needed. stage: brings the numbers of a slice.
-    template <class Stage>
-    __device__ __forceinline__ void limit_page(Stage stage) {
-        unsigned long long least = 0;
-        for (int bit = 63; bit >= 0; --bit) {
-            const unsigned long long tried = least | 1ull << bit;
-            unsigned found = 0;
-            for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-                stage(i);
-                found += visit([&](unsigned long long rank, int, int) { return rank >= tried; });
-                __syncthreads();
-            }
-            if (page_total(found) >= P::SLOTS) least = tried;
-        }
-        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            stage(i);
-            visit([&](unsigned long long rank, int word, int bit) {
-                if (rank < least) page.mask[word] &= ~(1u << bit);
-                return false;
-            });
-            __syncthreads();
-            count_blocks(false);
-        }
-    }
-
-    // For how many outliers of the slice `which(rank by excess and place, word and bit of the mask)` holds; a thread's share.
-    template <class Which>
-    __device__ __forceinline__ unsigned visit(Which which) {
-        unsigned n = 0;
-        for (int word = threadIdx.x; word < page.heads * TOKENS * WORDS; word += A::THREADS) {
-            const int row = word / WORDS % TOKENS, head = word / WORDS / TOKENS;
-            for (unsigned left = page.mask[word]; left; left &= left - 1) {
-                const int bit = __ffs(static_cast<int>(left)) - 1, channel = word % WORDS * 32 + bit;
-                const unsigned place = (A::token(page.slice, row) * A::H + page.first_head + head) * D + channel;
-                const unsigned size = ordered(excess(page.number_at(row, head, channel), head, channel));
-                n += which((static_cast<unsigned long long>(size) << 32) | ~place, word, bit) ? 1 : 0;
-            }
-        }
-        return n;
-    }
-
-    // ---- lists ----
-
-    // Where heads begin, counts, and zeros where the lists end. Any thread of any CTA writes some.
-    __device__ __forceinline__ void write_table(unsigned total) {
-        unsigned char* record = page.record();
-        const int first = page.rank * A::THREADS + threadIdx.x, step = P::CTAS * A::THREADS;
-        for (int i = first; i <= A::H; i += step) reinterpret_cast<unsigned*>(record + S::START)[i] = starts[i * A::BLOCKS];
-        for (int i = first; i < A::H * A::BLOCKS; i += step) record[S::COUNT + i] = counts[i];
-        for (int i = total + first; i < P::SLOTS; i += step) {
-            record[S::INDEX + i] = 0;
-            reinterpret_cast<unsigned short*>(record + S::CORRECTION)[i] = 0;
-        }
-    }
-
-    // Index and correction of the slice's outliers. left(x, row, head, channel): what the codes leave of a number.
-    template <class Left>
-    __device__ __forceinline__ void write_lists(Left left) {
-        unsigned char* index = page.record() + S::INDEX;
-        F16* corrections = reinterpret_cast<F16*>(page.record() + S::CORRECTION);
-        for (int word = threadIdx.x; word < page.heads * TOKENS * WORDS; word += A::THREADS) {
-            unsigned bits = page.mask[word];
-            if (!bits) continue;
-            const int row = word / WORDS % TOKENS, head = word / WORDS / TOKENS, block = word / (BLOCK / 32);
-            unsigned slot = starts[page_block(block)];
-            for (int i = block * (BLOCK / 32); i < word; ++i) slot += __popc(page.mask[i]);
-            for (; bits; bits &= bits - 1, ++slot) {
-                const int bit = __ffs(static_cast<int>(bits)) - 1, channel = word % WORDS * 32 + bit;
-                index[slot] = static_cast<unsigned char>(word % (BLOCK / 32) * 32 + bit);
-                corrections[slot] = saturated(left(page.number_at(row, head, channel), row, head, channel));
-            }
-        }
     }
 };
 

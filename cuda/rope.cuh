@@ -1,93 +1,103 @@
 // Rotary embedding of keys that pages hold before it: R(n0 + j) = R(n0) R(j).
 //
-// A lane keeps cosines and sines of j for its own tokens and channels in registers; the query is turned by the page's first
-// position n0, in float, by angles that grow from page to page. Both are rounded to half only as operands.
+// A lane keeps what turns its own tokens and channels by j in registers; the query is turned by the page's first position n0,
+// in float, by angles that grow from page to page. Both are rounded to half only as operands.
 #pragma once
 
 #include "mma.cuh"
 
 namespace signpost {
 
-// Turns the fragments of a tile of keys. Half layout: channels i and i + ROPE_DIM / 2 are a pair; interleaved: 2 i and 2 i + 1.
+// Which channels are pairs. Half layout: i and i + DIM / 2; interleaved: 2 i and 2 i + 1. Channels from DIM on are not turned.
+template <typename K>
+struct Pairs {
+    static constexpr int DIM = K::ROPE_DIM;
+    static constexpr bool INTERLEAVED = K::INTERLEAVED;
+
+    static __device__ __forceinline__ int first_of(int f) { return INTERLEAVED ? 2 * f : f; }
+    static __device__ __forceinline__ int second_of(int f) { return INTERLEAVED ? 2 * f + 1 : f + DIM / 2; }
+    static __device__ __forceinline__ bool is_first(int channel) { return INTERLEAVED ? channel % 2 == 0 : channel < DIM / 2; }
+    static __device__ __forceinline__ int pair_of(int channel) { return INTERLEAVED ? channel / 2 : is_first(channel) ? channel : channel - DIM / 2; }
+    static __device__ __forceinline__ int partner_of(int channel) { return INTERLEAVED ? channel ^ 1 : is_first(channel) ? channel + DIM / 2 : channel - DIM / 2; }
+};
+
+// Which layouts have both channels of a pair in one step.
 template <typename K, int D>
 struct Rope {
-    static constexpr int STEPS = D / 16, DIM = K::ROPE_DIM;
-    static constexpr bool INTERLEAVED = K::INTERLEAVED;
-    static constexpr bool LOCAL = INTERLEAVED || DIM == D;  // both channels of a pair belong to one step
-    static_assert(DIM % 16 == 0 && DIM <= D, "a lane holds both channels of a pair only for multiples of 16");
-    static constexpr int COUNT = DIM == 0 ? 1 : INTERLEAVED ? DIM / 8 : DIM / 16;
-    unsigned cosine[COUNT][2], sine[INTERLEAVED || DIM == 0 ? 1 : COUNT][2];  // of tokens r, r + 8; interleaved: (cos, sin) of one angle
+    static constexpr bool LOCAL = K::INTERLEAVED || K::ROPE_DIM == D;
+};
 
-    // table: (cos, sin) [T][DIM / 2]; token: first of the tile.
-    __device__ __forceinline__ void load(const float2* table, int token, int r, int c) {
+// Turns the fragments of a tile of keys: every register becomes own * itself + other * its partner. Scales of channels are in the
+// factors, if they are the same for all pages: then codes need no scaling. SHARE: steps of a warp, all of them where pairs go
+// across steps.
+template <typename K, int D, int SHARE>
+struct Turn {
+    using P = Pairs<K>;
+    static constexpr int STEPS = D / 16, DIM = K::ROPE_DIM;
+    static_assert(DIM % 16 == 0 && DIM <= D, "a lane holds both channels of a pair only for multiples of 16");
+    static_assert(Rope<K, D>::LOCAL || SHARE == STEPS || !DIM, "a warp holds both channels of a pair");
+    unsigned own[DIM ? SHARE : 1][4], other[DIM ? SHARE : 1][4];
+
+    // Of 8 channels, which register e of step s of the head holds: channels 2c and 2c + 1 of it.
+    static constexpr __device__ __forceinline__ int block_of(int s, int e) { return e / 2 * STEPS + s; }
+
+    // table: (cos, sin) [T][DIM / 2]; token: first of the tile; first: step of the head; scale(channel), zero(channel): factors of the
+    // key's numbers, and what is added to them; put(s, registers): gets first operands of the turned zeros of step s of the head.
+    template <typename Scale, typename Zero, typename Put>
+    __device__ __forceinline__ void load(const float2* table, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
 #pragma unroll
-        for (int i = 0; i < (DIM == 0 ? 0 : COUNT); ++i) {
+        for (int s = 0; s < SHARE; ++s) {
+            unsigned zeros[4];
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const float2* angles = table + (token + r + 8 * row) * (DIM / 2);
-                if constexpr (INTERLEAVED) {
-                    const float2 x = angles[(channel_of(i) + 2 * c) / 2];
-                    cosine[i][row] = pack(x.x, x.y);
-                } else {
-                    const float2 x = angles[8 * i + 2 * c], y = angles[8 * i + 2 * c + 1];
-                    cosine[i][row] = pack(x.x, y.x);
-                    sine[i][row] = pack(x.y, y.y);
+            for (int e = 0; e < 4; ++e) {
+                float by_own[2], by_other[2], sum[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const int channel = 8 * block_of(first + s, e) + 2 * c + k;
+                    by_own[k] = scale(channel), by_other[k] = 0.f, sum[k] = zero(channel);
+                    if (DIM == D || channel < DIM) {
+                        const float2 angle = table[(token + r + e % 2 * 8) * (DIM / 2) + P::pair_of(channel)];
+                        const int partner = P::partner_of(channel);
+                        const float sine = P::is_first(channel) ? -angle.y : angle.y;
+                        by_own[k] *= angle.x, by_other[k] = scale(partner) * sine;
+                        sum[k] = sum[k] * angle.x + zero(partner) * sine;
+                    }
                 }
+                own[s][e] = pack(by_own[0], by_own[1]), other[s][e] = pack(by_other[0], by_other[1]);
+                zeros[e] = pack(sum[0], sum[1]);
             }
+            put(first + s, make_uint4(zeros[0], zeros[1], zeros[2], zeros[3]));
         }
     }
 
-    // Interleaved: the i-th block of 8 rotated channels, in the order (lower half of the head, upper half).
-    static constexpr __device__ int channel_of(int i) {
-        constexpr int LOWER = DIM < D / 2 ? DIM / 8 : STEPS;
-        return i < LOWER ? 8 * i : D / 2 + 8 * (i - LOWER);
-    }
-
-    // Pairs within step S.
+    // Pairs within step S of the warp.
     template <int S>
     __device__ __forceinline__ void turn(unsigned (&a)[4]) const {
-        if constexpr (INTERLEAVED) {
+        const unsigned x[4] = {a[0], a[1], a[2], a[3]};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (8 * S + half * (D / 2) < DIM) {
-                    constexpr int LOWER = DIM < D / 2 ? DIM / 8 : STEPS;
-                    const int i = half ? LOWER + S : S;
-#pragma unroll
-                    for (int row = 0; row < 2; ++row) a[2 * half + row] = turn_pair(a[2 * half + row], cosine[i][row]);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) turn_halves(a[row], a[2 + row], cosine[S][row], sine[S][row]);
+        for (int e = 0; e < 4; ++e) {
+            const unsigned partner = K::INTERLEAVED ? __byte_perm(x[e], x[e], 0x1032) : x[e ^ 2];
+            a[e] = fma2(x[e], own[S][e], mul2(partner, other[S][e]));
         }
     }
 
     // Pairs across steps: all fragments of the tile.
-    __device__ __forceinline__ void turn_all(unsigned (&a)[STEPS][4]) const {
+    __device__ __forceinline__ void turn_all(unsigned (&a)[SHARE][4]) const {
+        unsigned x[SHARE][4];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const int second = 8 * i + DIM / 2, first_half = 8 * i >= D / 2, second_half = second >= D / 2;
-            const int s = i - first_half * STEPS, t = (second - second_half * (D / 2)) / 8;
+        for (int s = 0; s < SHARE; ++s) {
 #pragma unroll
-            for (int row = 0; row < 2; ++row) turn_halves(a[s][2 * first_half + row], a[t][2 * second_half + row], cosine[i][row], sine[i][row]);
+            for (int e = 0; e < 4; ++e) x[s][e] = a[s][e];
+        }
+#pragma unroll
+        for (int s = 0; s < SHARE; ++s) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int block = block_of(s, e), partner = block < DIM / 16 ? block + DIM / 16 : block - DIM / 16;
+                a[s][e] = block < DIM / 8 ? fma2(x[s][e], own[s][e], mul2(x[partner % STEPS][partner / STEPS * 2 + e % 2], other[s][e])) : mul2(x[s][e], own[s][e]);
+            }
         }
     }
-
-    static __device__ __forceinline__ void turn_halves(unsigned& first, unsigned& second, unsigned cosine, unsigned sine) {
-        const unsigned x = first, y = second;
-        first = fma2(x, cosine, negate2(mul2(y, sine)));
-        second = fma2(y, cosine, mul2(x, sine));
-    }
-
-    // x = (a, b), angle = (cos, sin): (a cos - b sin, b cos + a sin).
-    static __device__ __forceinline__ unsigned turn_pair(unsigned x, unsigned angle) {
-        const unsigned cosine = __byte_perm(angle, angle, 0x1010), sine = __byte_perm(angle, angle, 0x3232) ^ 0x00008000u;
-        return fma2(x, cosine, mul2(__byte_perm(x, x, 0x1032), sine));
-    }
-
-    // Channels of pair f.
-    static __device__ __forceinline__ int first_of(int f) { return INTERLEAVED ? 2 * f : f; }
-    static __device__ __forceinline__ int second_of(int f) { return INTERLEAVED ? 2 * f + 1 : f + DIM / 2; }
 };
 
 // cos and sin of n * frequency, n growing by a fixed number: exact at the start, then turned in float.

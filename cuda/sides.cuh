@@ -5,7 +5,7 @@
 //   BITS            of a code; 0: no dense part. CODES, TILE_BYTES: offset in the head's page, bytes of 16 tokens
 //   SCALES          how codes are scaled; SCALE_TOKENS x SCALE_CHANNELS numbers share a scale; SCALE, ZERO: offsets,
 //                   in the layer's record if SCALE_IN_RECORD, else in the head's page
-//   SPARSE          1: START (u32 [h_kv + 1]), COUNT (u8 [h_kv][T D / 256]), INDEX (u8), CORRECTION (f16) in the record
+//   SPARSE          1: START (u32 [h_kv T / 16 + 1]), COUNT (u8 [h_kv][T D / 256]), INDEX (u8), CORRECTION (f16) in the record
 //   RANK            of the factors, 0: none. LEFT (f16 [T][RANK], head's page), SEGMENT (u32, record), RIGHT (f16 [D][RANK], segment)
 //   SKETCH          sign bits per token and head, 0: none. SIGNS (u32 [T][SKETCH / 32]), NORMS (f16 [T]) in the head's page;
 //                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c

@@ -1,11 +1,10 @@
-// Outliers of one tile: lists of corrections, scattered by the lanes into a tile of halves in the order of fragments.
+// Outliers of one tile: the list of corrections, and a tile of halves in the order of fragments into which the lanes scatter those
+// of values. Each lane of the product then takes what stands in its own sixteen bytes of a step, if its mask says that something
+// does. (Keys' outliers go another way, key_outliers.cuh.)
 //
-// Each lane of the product then adds to its registers what stands in its own sixteen bytes of a step, if its mask says that
-// something does, and clears them. So outliers need no atomic sums, whatever the number of query rows, and results do not
-// depend on any order.
-//
-// A block is 256 numbers of a head's page, so a tile of 16 tokens has D / 16 of them; their counts are bytes. The prefix
-// sums of four counts are one multiplication by 0x01010101; a tile with more than 255 outliers takes the loop instead.
+// Lists are in the order of `fragment_order` (artifacts/order.py): a block of 256 numbers is one step, and an index in it is
+// 8 * lane + place, so an outlier's address is two shifts. Which block it belongs to, say the blocks' counts: bytes, whose
+// prefix sums are one multiplication by 0x01010101. A tile with more than 127 outliers takes a loop instead.
 #pragma once
 
 #include "mma.cuh"
@@ -13,105 +12,136 @@
 
 namespace signpost {
 
-// Corrections of a tile: halves [steps][lane][8], and a mask for each lane of the steps in which it has some. Zero between uses.
-template <int D>
-struct Corrections {
-    static constexpr int STEPS = D / 16, MASKS = STEPS * 512, BYTES = MASKS + 128;
+struct Outlier {
+    unsigned index;  // in its block
+    __half correction;
+};
 
-    // One lane's share of step s: registers of a first operand, zero where there is nothing. Clears it. tile: shared address.
-    static __device__ __forceinline__ uint4 take(unsigned tile, unsigned mask, int s, int lane) {
-        return take_shared(tile + s * 512 + lane * 16, mask & (1u << s));
+// Corrections of a tile: halves [steps][lane][8], and a mask for each lane of the steps in which it has some. Zero between uses.
+template <int STEPS>
+struct Corrections {
+    static constexpr int MASKS = STEPS * 512, BYTES = MASKS + 128;
+
+    // Puts a correction where the lane that holds its number finds it, and returns that address. tile: shared address.
+    static __device__ __forceinline__ unsigned put(unsigned tile, unsigned step, const Outlier& x) {
+        const unsigned to = tile + step * 512 + x.index * 2;
+        store_shared(to, x.correction);
+        or_shared(tile + MASKS + x.index / 8 * 4, 1u << step);
+        return to;
     }
 
     // This lane's mask, which it clears.
-    static __device__ __forceinline__ unsigned mask(unsigned char* tile, int lane) {
-        unsigned* mine = reinterpret_cast<unsigned*>(tile + MASKS) + lane;
-        const unsigned x = *mine;
-        *mine = 0u;
+    static __device__ __forceinline__ unsigned mask(unsigned tile, int lane) {
+        const unsigned x = load_shared(tile + MASKS + lane * 4);
+        store_shared(tile + MASKS + lane * 4, 0u);
         return x;
     }
 
-    // Puts a correction where the lane that holds (token, channel) finds it (artifacts/order.py). tile: shared address.
-    template <bool KEY>
-    static __device__ __forceinline__ void put(unsigned tile, unsigned token, unsigned channel, __half x) {
-        unsigned step, lane, place;
-        if constexpr (KEY) {
-            const unsigned f = channel % (D / 2);
-            step = f / 8, lane = token % 8 * 4 + f % 8 / 2, place = (channel / (D / 2) * 2 + token / 8) * 2 + f % 2;
-        } else {
-            step = channel / 16, lane = channel % 8 * 4 + token % 8 / 2, place = (token / 8 * 2 + channel / 8 % 2) * 2 + token % 2;
+    // a = the lane's corrections of step S, zero where there are none. mine: the tile's shared address + 16 * lane.
+    template <int S>
+    static __device__ __forceinline__ void load(unsigned mine, unsigned mask, unsigned (&a)[4]) {
+        load_shared_if<S * 512>(mine, mask & (1u << S), a);
+    }
+
+    // a += the lane's corrections of step S. Additions for all: predicated ones become moves.
+    template <int S>
+    static __device__ __forceinline__ void add(unsigned mine, unsigned mask, unsigned (&a)[4]) {
+        unsigned x[4];
+        load<S>(mine, mask, x);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = add2(a[e], x[e]);
+    }
+
+    // Zeros again: by the lane that put a correction, or, where lanes put several, by the lane that read them.
+    static __device__ __forceinline__ void clear(unsigned put, bool several, unsigned mine, unsigned mask) {
+        if (several) {
+#pragma unroll 1
+            for (int s = 0; s < STEPS; ++s) {
+                if (mask >> s & 1) clear_shared16(mine + s * 512);
+            }
+        } else if (put) {
+            store_shared(put, __half(0.f));
         }
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(tile + (step * 32 + lane) * 16 + place * 2), "h"(__half_as_ushort(x)) : "memory");
-        asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(tile + MASKS + lane * 4), "r"(1u << step) : "memory");
+        __syncwarp();
     }
 };
 
+// What the kernel needs to know of a tile's list, in a stage: counts u8 [D / 16], start u32, page id u32.
 template <int D>
-struct SparseList {
-    static constexpr int BLOCKS = D / 16;     // of a tile
-    static constexpr int WORDS = BLOCKS / 4;  // of counts
-    static_assert(BLOCKS % 4 == 0, "counts are read by words");
-    int count;                  // outliers of the tile
-    const unsigned char* index;  // of the tile's first outlier
-    const __half* correction;
-    unsigned counts[WORDS];
-    unsigned first_index;  // this lane's outlier of the first 32, loaded ahead
-    __half first_correction;
+struct Directory {
+    static constexpr int START = D / 16, ID = START + 4, BYTES = (ID + 4 + 15) / 16 * 16;
+};
 
-    // stage_counts: of the head's whole page of TILES tiles; start: of the head's list. Starts the loads of the first 32.
-    template <int TILES>
-    __device__ __forceinline__ void open(const unsigned char* stage_counts, unsigned start, const unsigned char* record, int index_offset, int correction_offset, int tile, int lane) {
-        const unsigned* words = reinterpret_cast<const unsigned*>(stage_counts);
-        unsigned before = start, total = 0;
+// The list of a tile, or of a part of its steps. S: the side's constants; STEPS: how many, in PARTS parts. It is opened ahead: then
+// the loads of the lanes' first outliers start.
+template <typename S, int D, int PARTS>
+struct SparseList {
+    static constexpr int BLOCKS = D / 16 / PARTS;  // of the part: steps
+    static constexpr int WORDS = BLOCKS / 4;       // of counts
+    static constexpr unsigned ONES = 0x01010101u, HIGH = 0x80808080u;
+    static_assert(BLOCKS % 4 == 0 && WORDS <= 4, "counts are read by words");
+    const unsigned char* directory;  // in a stage
+    unsigned counts[WORDS];
+    int count;        // outliers of the part
+    unsigned before;  // those of the parts before it
+
+    __device__ __forceinline__ SparseList(const unsigned char* stage_directory, int part) : directory(stage_directory), before(0) {
+        const unsigned* words = reinterpret_cast<const unsigned*>(directory);
+        unsigned total = 0;
 #pragma unroll
-        for (int i = 0; i < (TILES - 1) * WORDS; ++i) before = __dp4a(words[i], i < tile * WORDS ? 0x01010101u : 0u, before);
+        for (int i = 0; i < WORDS * (PARTS - 1); ++i) before = __dp4a(words[i], i < part * WORDS ? ONES : 0u, before);
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
-            counts[i] = words[tile * WORDS + i];
-            total = __dp4a(counts[i], 0x01010101u, total);
+            counts[i] = words[part * WORDS + i];
+            total = __dp4a(counts[i], ONES, total);
         }
         count = static_cast<int>(total);
-        index = record + index_offset + before;
-        correction = reinterpret_cast<const __half*>(record + correction_offset) + before;
-        if (lane < count) {
-            first_index = __ldg(index + lane);
-            first_correction = __ldg(correction + lane);
+    }
+
+    __device__ __forceinline__ unsigned start() const { return *reinterpret_cast<const unsigned*>(directory + Directory<D>::START) + before; }
+    // records: of all pages.
+    __device__ __forceinline__ const unsigned char* record(const unsigned char* records) const {
+        return records + static_cast<unsigned long long>(*reinterpret_cast<const unsigned*>(directory + Directory<D>::ID)) * S::RECORD_BYTES;
+    }
+    static __device__ __forceinline__ Outlier outlier(const unsigned char* record, unsigned at) {
+        return {__ldg(record + S::INDEX + at), __ldg(reinterpret_cast<const __half*>(record + S::CORRECTION) + at)};
+    }
+
+    // Starts the load of the lane's first outlier.
+    __device__ __forceinline__ void open(const unsigned char* records, int lane, Outlier& first) const {
+        if (lane < count) first = outlier(record(records), start() + lane);
+    }
+
+    // Calls f(outlier, block) for all outliers of the tile, those of a lane by that lane: the first one, then the others.
+    template <typename First, typename Other>
+    __device__ __forceinline__ void each(const unsigned char* records, int lane, const Outlier& opened, First&& first, Other&& other) const {
+        const bool few = count < 128;
+        if (few && lane < count) first(opened, block_of(lane));
+        if (count > 32) {
+            const unsigned char* from = record(records);
+            const unsigned base = start();
+#pragma unroll 1
+            for (int e = few ? lane + 32 : lane; e < count; e += 32) other(outlier(from, base + e), block_of_any(e));
         }
     }
 
-    // Scatters the tile's corrections; all lanes of the warp.
-    template <bool KEY>
-    __device__ __forceinline__ void scatter(unsigned tile, int lane) const {
-        if (lane < count) put<KEY>(tile, lane, first_index, first_correction);
-        for (int e = lane + 32; e < count; e += 32) put<KEY>(tile, e, __ldg(index + e), __ldg(correction + e));
-        __syncwarp();
-    }
-
-    template <bool KEY>
-    __device__ __forceinline__ void put(unsigned tile, int e, unsigned at, __half x) const {
-        const unsigned position = block_of(e) * 256 + at;
-        Corrections<D>::template put<KEY>(tile, position / D, position % D, x);
-    }
-
-    // Block of the e-th outlier: how many blocks end at or before it.
-    __device__ __forceinline__ unsigned block_of(int e) const {
-        unsigned block = 0;
-        if (count < 256) {
-            unsigned running = 0;
-            const unsigned wanted = static_cast<unsigned>(e) * 0x01010101u;
+    // Block of the e-th outlier: how many blocks end at or before it. With fewer than 128 in all, bytes do not borrow.
+    __device__ __forceinline__ unsigned block_of(unsigned e) const {
+        unsigned ended = 0, before = 0;
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-                const unsigned ends = counts[i] * 0x01010101u + running * 0x01010101u;
-                running = ends >> 24;
-                block += __popc(__vcmpgeu4(wanted, ends)) >> 3;
-            }
-        } else {
-            int end = 0;
+        for (int i = 0; i < WORDS; ++i) {
+            const unsigned ends = (counts[i] + before) * ONES;
+            before = ends >> 24;
+            ended |= ((e | 128u) * ONES - ends & HIGH) >> i;
+        }
+        return __popc(ended);
+    }
+    __device__ __forceinline__ unsigned block_of_any(unsigned e) const {
+        unsigned block = 0, end = 0;
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) {
-                end += counts[i / 4] >> (8 * (i % 4)) & 255u;
-                block += e >= end;
-            }
+        for (int i = 0; i < BLOCKS; ++i) {
+            end += counts[i / 4] >> (8 * (i % 4)) & 255u;
+            block += e >= end;
         }
         return block;
     }

@@ -1,71 +1,182 @@
 // One tile's share of a page in a warp's ring in shared memory: which fields it needs and where the copies lie.
+//
+// A stage is copied in pieces of 16 bytes, piece q to 16 q, and words of 4 bytes. Which pieces are a lane's and where they come from is
+// worked out once (`Feed::locate`), so that a copy costs one address and one instruction for every 32 pieces of a batch.
 #pragma once
 
 #include "mma.cuh"
 #include "sides.cuh"
+#include "sparse.cuh"
 
 namespace signpost {
 
-// S: a side's constants (sides.cuh); KEY: whether these are keys, whose token scales lie token by token.
-template <typename S, int D, bool KEY>
+// Where a piece of a tile begins: bytes from the start of the head's page, or of the page's record.
+struct Source {
+    bool in_record;
+    int offset;
+};
+
+// S: a side's constants (sides.cuh); KEY: whether these are keys, whose token scales lie token by token; PARTS: warps that share a
+// tile, each with its own stage.
+template <typename S, int D, bool KEY, int PARTS>
 struct Stage {
+    static constexpr int CODE_BYTES = S::TILE_BYTES / PARTS;
     static constexpr int GROUPS = D / S::SCALE_CHANNELS;  // of channels that share a token's scale
-    static constexpr int SCALE_BYTES = S::SCALES == Scales::CHANNEL_PAGE ? 2 * D
-                                       : S::SCALES == Scales::TOKEN      ? 2 * TILE * GROUPS
+    // Those of a part's values; a part's keys have channels all over the head.
+    static constexpr int OWN_GROUPS = KEY ? GROUPS : S::SCALE_CHANNELS * PARTS <= D ? GROUPS / PARTS : 1;
+    static constexpr int SCALE_BYTES = S::SCALES == Scales::CHANNEL_PAGE ? 2 * D / PARTS
+                                       : S::SCALES == Scales::TOKEN      ? 2 * TILE * OWN_GROUPS
                                        : S::SCALES == Scales::NORM       ? 2 * TILE
                                                                          : 0;
     static constexpr int ZERO_BYTES = S::ZERO < 0 ? 0 : SCALE_BYTES;
-    static constexpr int COUNT_BYTES = S::SPARSE ? S::T * D / 256 : 0;
-    static constexpr int SCALE = S::TILE_BYTES;
+    // Sign bits of a token: a part's own where they are whole pieces.
+    static constexpr int own_signs(int m) { return m % (128 * PARTS) ? m : m / PARTS; }
+    static constexpr int OWN_SIGNS = own_signs(S::SKETCH), OWN_OUTLIER_SIGNS = own_signs(S::OUTLIER_SKETCH);
+    static constexpr int LEFT_BYTES = 2 * TILE * S::RANK, SIGN_BYTES = TILE * OWN_SIGNS / 8, OUTLIER_SIGN_BYTES = TILE * OWN_OUTLIER_SIGNS / 8;
+    static constexpr int NORM_BYTES = 2 * TILE;
+    static constexpr int SCALE = CODE_BYTES;
     static constexpr int ZERO = SCALE + SCALE_BYTES;
     static constexpr int LEFT = ZERO + ZERO_BYTES;
-    static constexpr int SIGNS = LEFT + 2 * TILE * S::RANK;
-    static constexpr int NORMS = SIGNS + TILE * S::SKETCH / 8;
-    static constexpr int OUTLIER_SIGNS = NORMS + (S::SKETCH ? 2 * TILE : 0);
-    static constexpr int OUTLIER_NORMS = OUTLIER_SIGNS + TILE * S::OUTLIER_SKETCH / 8;
-    static constexpr int COUNT = OUTLIER_NORMS + (S::OUTLIER_SKETCH ? 2 * TILE : 0);
-    static constexpr int START = COUNT + (COUNT_BYTES + 15) / 16 * 16;  // u32: of this head and the next
-    static constexpr int SEGMENT = START + (S::SPARSE ? 16 : 0);
+    static constexpr int SIGNS = LEFT + LEFT_BYTES;
+    static constexpr int NORMS = SIGNS + SIGN_BYTES;
+    static constexpr int OUTLIER_SIGNS = NORMS + (S::SKETCH ? NORM_BYTES : 0);
+    static constexpr int OUTLIER_NORMS = OUTLIER_SIGNS + OUTLIER_SIGN_BYTES;
+    static constexpr int DIRECTORY = OUTLIER_NORMS + (S::OUTLIER_SKETCH ? NORM_BYTES : 0);  // of outliers, see sparse.cuh
+    static constexpr int SEGMENT = DIRECTORY + (S::SPARSE ? Directory<D>::BYTES : 0);
     static constexpr int BYTES = SEGMENT + (S::RANK ? 16 : 0);
-    static_assert(BYTES % 16 == 0, "stages are 16-byte aligned");
+    static constexpr int PIECES = DIRECTORY / 16;
+    static constexpr int COUNT_WORDS = S::SPARSE ? D / 64 : 0, LIST_WORDS = S::SPARSE ? COUNT_WORDS + 1 : 0, WORDS = LIST_WORDS + (S::RANK ? 1 : 0);
+    static_assert(BYTES % 16 == 0 && DIRECTORY % 16 == 0 && CODE_BYTES % 16 == 0 && SCALE_BYTES % 16 == 0, "pieces have 16 bytes");
 
-    // Starts the copies of tile `tile` of one head's page; the warp commits them.
-    static __device__ __forceinline__ void copy(unsigned to, const unsigned char* page, const unsigned char* record, int tile, int head, int lane) {
-        if constexpr (S::BITS > 0) copy_async_warp<S::TILE_BYTES>(to, page + S::CODES + tile * S::TILE_BYTES, lane);
-        const unsigned char* scales = S::SCALE_IN_RECORD ? record : page;
-        if constexpr (SCALE_BYTES > 0) copy_scales(to + SCALE, scales + S::SCALE, tile, lane);
-        if constexpr (ZERO_BYTES > 0) copy_scales(to + ZERO, scales + S::ZERO, tile, lane);
-        if constexpr (S::RANK > 0) {
-            copy_async_warp<2 * TILE * S::RANK>(to + LEFT, page + S::LEFT + tile * 2 * TILE * S::RANK, lane);
-            copy_async_warp<4>(to + SEGMENT, record + S::SEGMENT, lane);
+    // Piece q of a part of tile `tile` of a page.
+    static __device__ __forceinline__ Source piece(int q, int tile, int part) {
+        const int at = q * 16;
+        if (at < SCALE) return {false, S::CODES + tile * S::TILE_BYTES + part * CODE_BYTES + at};
+        if (at < ZERO) return {S::SCALE_IN_RECORD != 0, S::SCALE + scale(at - SCALE, tile, part)};
+        if (at < LEFT) return {S::SCALE_IN_RECORD != 0, S::ZERO + scale(at - ZERO, tile, part)};
+        if (at < SIGNS) return {false, S::LEFT + tile * LEFT_BYTES + at - LEFT};
+        if (at < NORMS) return {false, S::SIGNS + signs<S::SKETCH, OWN_SIGNS>(at - SIGNS, tile, part)};
+        if (at < OUTLIER_SIGNS) return {false, S::NORMS + tile * NORM_BYTES + at - NORMS};
+        if (at < OUTLIER_NORMS) return {false, S::OUTLIER_SIGNS + signs<S::OUTLIER_SKETCH, OWN_OUTLIER_SIGNS>(at - OUTLIER_SIGNS, tile, part)};
+        return {false, S::OUTLIER_NORMS + tile * NORM_BYTES + at - OUTLIER_NORMS};
+    }
+
+    // Byte `at` of a part of the tile's signs, in their field.
+    template <int M, int OWN>
+    static __device__ __forceinline__ int signs(int at, int tile, int part) {
+        if constexpr (OWN == M) return tile * (TILE * M / 8) + at;
+        else return (tile * TILE + at / (OWN / 8)) * (M / 8) + part * (OWN / 8) + at % (OWN / 8);
+    }
+
+    // Byte `at` of a part of the tile's scales, in their field.
+    static __device__ __forceinline__ int scale(int at, int tile, int part) {
+        if constexpr (S::SCALES == Scales::CHANNEL_PAGE) return tile * TILE / S::SCALE_TOKENS * (2 * D) + part * SCALE_BYTES + at;
+        else if constexpr (KEY || GROUPS == 1) return tile * (2 * TILE * GROUPS) + at;
+        else return (part * (D / PARTS) / S::SCALE_CHANNELS + at / 32) * (2 * S::T) + tile * 32 + at % 32;  // groups first, then tokens
+    }
+
+    // Word w of what lists and factors need, in the record, and where it goes.
+    static __device__ __forceinline__ int word(int w, int tile, int head) {
+        const int list = head * (S::T / TILE) + tile;
+        if (w < COUNT_WORDS) return S::COUNT + list * (D / 16) + w * 4;
+        if (w < LIST_WORDS) return S::START + list * 4;
+        return S::SEGMENT;
+    }
+    static __device__ __forceinline__ int word_to(int w) { return w < LIST_WORDS ? DIRECTORY + w * 4 : SEGMENT; }
+    static_assert(!S::SPARSE || Directory<D>::START == COUNT_WORDS * 4, "a directory's words follow each other");
+};
+
+// Copies one side's tiles of a warp to its ring, a batch of units after the other. Page ids are loaded two times 32 ahead, one a lane,
+// so that nobody waits for them. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
+template <typename L, typename S, typename SideStage, int BATCH>
+struct Feed {
+    static constexpr int UNITS = S::T / L::T;  // of a page
+    static constexpr int PIECES = BATCH * SideStage::PIECES, EACH = (PIECES + 31) / 32;
+    static constexpr int WORDS = BATCH * SideStage::WORDS;
+    static_assert(32 % BATCH == 0 && WORDS <= 32, "a batch's ids are in one register, its words in one copy");
+    struct Range {  // of units of a head, and what a warp takes of each
+        int first, end, place, part, head, lane;
+    };
+
+    const int* table;
+    int unit, end;  // next one to be copied
+    int taken, now, later;
+    // A lane's pieces: bytes from the start of the page (with the lowest bit set: of the record), and of the first stage.
+    unsigned from[EACH ? EACH : 1], to[EACH ? EACH : 1];
+    unsigned word_from, word_to;
+    const int place, part, head, lane;
+    const unsigned char *const pages, *const records;
+    const unsigned page_stride;
+
+    __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* ids, int h_kv, const Range& range)
+        : table(ids), unit(range.first), end(range.end), taken(0), place(range.place), part(range.part), head(range.head), lane(range.lane),
+          pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
+        now = entry(0);
+        later = entry(32);
+        if constexpr (UNITS == 1) locate();
+    }
+
+    __device__ __forceinline__ int entry(int ahead) const {
+        const int u = unit + (ahead + lane) * L::GROUPS;
+        return u < end ? table[u / UNITS] : 0;
+    }
+
+    // Which unit of the batch a lane's i-th piece belongs to; its word.
+    __device__ __forceinline__ int unit_of(int i) const { return BATCH == 1 ? 0 : (i * 32 + lane) / SideStage::PIECES; }
+    __device__ __forceinline__ int unit_of_word() const { return BATCH == 1 ? 0 : lane / (SideStage::WORDS ? SideStage::WORDS : 1); }
+
+    __device__ __forceinline__ int tile(int unit_of_batch) const { return UNITS == 1 ? place : (unit + unit_of_batch * L::GROUPS) % UNITS * L::TILES + place; }
+
+    __device__ __forceinline__ void locate() {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int u = unit_of(i), q = i * 32 + lane - u * SideStage::PIECES;
+            const Source source = SideStage::piece(q, tile(u), part);
+            from[i] = source.in_record ? source.offset | 1 : head * S::HEAD_BYTES + source.offset;
+            to[i] = u * L::STAGE_BYTES + q * 16;
         }
-        if constexpr (S::SKETCH > 0) {
-            copy_async_warp<TILE * S::SKETCH / 8>(to + SIGNS, page + S::SIGNS + tile * (TILE * S::SKETCH / 8), lane);
-            copy_async_warp<2 * TILE>(to + NORMS, page + S::NORMS + tile * 2 * TILE, lane);
-        }
-        if constexpr (S::OUTLIER_SKETCH > 0) {
-            copy_async_warp<TILE * S::OUTLIER_SKETCH / 8>(to + OUTLIER_SIGNS, page + S::OUTLIER_SIGNS + tile * (TILE * S::OUTLIER_SKETCH / 8), lane);
-            copy_async_warp<2 * TILE>(to + OUTLIER_NORMS, page + S::OUTLIER_NORMS + tile * 2 * TILE, lane);
-        }
-        if constexpr (S::SPARSE) {
-            copy_async_warp<COUNT_BYTES>(to + COUNT, record + S::COUNT + head * COUNT_BYTES, lane);
-            if (lane < 2) copy_async<4>(to + START + 4 * lane, record + S::START + 4 * (head + lane));
+        if constexpr (WORDS > 0) {
+            const int u = unit_of_word(), w = lane - u * SideStage::WORDS;
+            word_from = SideStage::word(w, tile(u), head);
+            word_to = u * L::STAGE_BYTES + SideStage::word_to(w);
         }
     }
 
-    static __device__ __forceinline__ void copy_scales(unsigned to, const unsigned char* from, int tile, int lane) {
-        if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
-            copy_async_warp<2 * D>(to, from + tile * TILE / S::SCALE_TOKENS * (2 * D), lane);
-        } else if constexpr (KEY || GROUPS == 1) {
-            copy_async_warp<2 * TILE * GROUPS>(to, from + tile * (2 * TILE * GROUPS), lane);
-        } else {
-            constexpr int PIECES = 2 * GROUPS;  // two pieces of 16 bytes for each group's 16 tokens
+    // Address of a lane's i-th piece in page `id`. Whether one may lie in the record is known when compiling.
+    __device__ __forceinline__ const unsigned char* piece(int i, unsigned id) const {
+        const bool record = S::SCALE_IN_RECORD && from[i] & 1u;
+        const unsigned char* base = record ? records : pages;
+        return base + (static_cast<unsigned long long>(id) * (record ? S::RECORD_BYTES : page_stride) + (S::SCALE_IN_RECORD ? from[i] & ~1u : from[i]));
+    }
+
+    // Starts the copies of the next batch, as far as there are units.
+    __device__ __forceinline__ void copy(unsigned char* stage) {
+        if (unit < end) {
+            const int left = (end - unit + L::GROUPS - 1) / L::GROUPS;  // units
+            if constexpr (UNITS > 1) locate();
+            const unsigned start = shared_address(stage);
 #pragma unroll
-            for (int i = 0; i < (PIECES + 31) / 32; ++i) {
-                const int piece = i * 32 + lane;
-                if (piece < PIECES) copy_async<16>(to + piece * 16, from + piece / 2 * (2 * S::T) + tile * (2 * TILE) + piece % 2 * 16);
+            for (int i = 0; i < EACH; ++i) {
+                const int u = unit_of(i);
+                const unsigned id = __shfl_sync(~0u, now, taken + u);
+                if ((i * 32 + 32 <= PIECES || i * 32 + lane < PIECES) && (BATCH == 1 || u < left)) copy_async<16>(start + to[i], piece(i, id));
+            }
+            if constexpr (WORDS > 0) {
+                const int u = unit_of_word();
+                const unsigned id = __shfl_sync(~0u, now, taken + u);
+                if (lane < WORDS && u < left) {
+                    copy_async<4>(start + word_to, records + (static_cast<unsigned long long>(id) * S::RECORD_BYTES + word_from));
+                    if (S::SPARSE && lane == u * SideStage::WORDS) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory<L::D>::ID) = id;
+                }
+            }
+            unit += BATCH * L::GROUPS;
+            taken += BATCH;
+            if (taken == 32) {
+                taken = 0, now = later;
+                later = entry(32);
             }
         }
+        copy_commit();
     }
 };
 

@@ -1,10 +1,23 @@
 """The slim inference runtime: loads a bundle, keeps K and V in packed pages, attends over them.
 
-Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf` alone.
+Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf` and `runtime.hf_decoder` alone.
 """
 
 from artifacts import Bundle, load
 from runtime.cache import CacheFullError, KVCache
 from runtime.codec import Codec, PagePool
+from runtime.engine import Engine, Generation, RequestError
+from runtime.sampling import Sampling
 
-__all__ = ["Bundle", "CacheFullError", "Codec", "KVCache", "PagePool", "load"]
+__all__ = [
+    "Bundle",
+    "CacheFullError",
+    "Codec",
+    "Engine",
+    "Generation",
+    "KVCache",
+    "PagePool",
+    "RequestError",
+    "Sampling",
+    "load",
+]

@@ -1,6 +1,7 @@
 """The runtime's commands.
 
 `python -m runtime generate --bundle B --model M --prompt "..."`: text from a model with a compressed cache.
+`python -m runtime bench --bundle B --model M`: memory and speed with the bundle beside full precision.
 `python -m runtime compile --bundle B --arch sm_90a`: the kernels that a bundle needs, compiled ahead; no GPU needed.
 """
 
@@ -26,18 +27,20 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate", help="continue a prompt", description="Continues a prompt; streams the text."
     )
-    generate.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
-    generate.add_argument("--model", required=True, help="folder or hub id of the model that the bundle was made for")
+    bench = commands.add_parser(
+        "bench",
+        help="memory and speed beside full precision",
+        description="Memory, time to the first token, time per token, tokens per second: full precision and a bundle.",
+    )
+    bench.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
+    bench.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of each; default: 1024")
+    bench.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each; default: 64")
+    for command in (generate, bench):
+        _add_model(command)
     generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     generate.add_argument("--seed", type=int, default=0, help="for temperature above 0; default: 0")
-    generate.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's"
-    )
-    generate.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one"
-    )
     compile_ = commands.add_parser(
         "compile",
         help="compile a bundle's kernels ahead of time",
@@ -50,6 +53,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """Options of commands that run a model."""
+    command.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
+    command.add_argument("--model", required=True, help="folder or hub id of the model that the bundle was made for")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's"
+    )
+    command.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:0, ...; auto takes a GPU if there is one"
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit code: 0, or 2 with one line on what is wrong."""
     options = parser().parse_args(arguments)
@@ -57,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "compile":
             _compile(load(options.bundle), options.arch)
+            return 0
+        if options.command == "bench":
+            _bench(options, load(options.bundle), console)
             return 0
         if options.max_new_tokens < 1 or options.temperature < 0:
             raise SignpostError(
@@ -75,16 +93,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _compile(bundle: Bundle, archs: list[str]) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
+    from runtime.pack import units as pack_units
     from runtime.units import units
 
     start, count = time.perf_counter(), 0
     for arch in archs:
-        for unit, seconds, resources in precompile(units(bundle), arch):
+        for unit, seconds, resources in precompile([*units(bundle), *pack_units(bundle, arch)], arch):
             count += 1
             registers = max((used.registers for used in resources.values()), default=0)
-            spilled = sum(used.spill_bytes for used in resources.values())
+            spills = [used.spill_bytes for used in resources.values() if used.spill_bytes is not None]
+            spilled = sum(spills) if len(spills) == len(resources) else "unknown"
             print(f"{arch} {unit.name}: {seconds:.2f} s, {registers} registers, {spilled} bytes spilled")
     print(f"{count} units in {time.perf_counter() - start:.1f} s, in {cache_folder()}")
+
+
+def _bench(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:
+    """Prints the table; progress goes to standard error."""
+    from runtime.bench import compare, table
+    from runtime.hf import load_causal_lm
+    from runtime.hf_decoder import HFDecoder
+
+    model, _ = load_causal_lm(options.model, options.dtype, options.device)
+    with console.status("loading") as status:
+        rows = compare(
+            HFDecoder(model, bundle), bundle, options.batch, options.prompt_tokens, options.new_tokens, status.update
+        )
+    Console().print(table(rows, options.prompt_tokens, options.new_tokens))
 
 
 def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:

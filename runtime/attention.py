@@ -93,9 +93,9 @@ class PagedAttention:
     ):
         check(key, value, h_q, dtype)
         self.key, self.value, self.rotation, self.dtype = key, value, rotation, dtype
-        self.device = torch.device("cuda", jit._index(device))
+        self.device = self._device(device)
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
-        self.grid = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.grid = self._blocks()
         self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
         angles = torch.arange(min(key.format.t, value.format.t), device=self.device, dtype=torch.float64)[
             :, None
@@ -103,6 +103,18 @@ class PagedAttention:
         self._rope = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
         self._inv_freq = rotation.inv_freq.to(self.device)
         self._partials: dict[tuple[int, int, int], Tensor] = {}
+
+    @staticmethod
+    def _device(device: torch.device | str | int) -> torch.device:
+        return torch.device("cuda", jit._index(device))
+
+    def _blocks(self) -> int:
+        """How many blocks share the work of a step: one for each multiprocessor."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @staticmethod
+    def _stream(device: torch.device) -> int:
+        return jit.current_stream(device.index)
 
     def _on_device(self, side: PageGeometry, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tables of a side with the codebook among them."""
@@ -157,7 +169,7 @@ class Step:
             self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
         )
         self._kept = (key, value, lengths, offsets)
-        self._pairs, self._d, self._index = b * kernels.h_kv, kernels.d, kernels.device.index
+        self._pairs, self._d, self._stream = b * kernels.h_kv, kernels.d, lambda: kernels._stream(kernels.device)
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
         self.params = _Attend(
@@ -176,8 +188,7 @@ class Step:
         params = self.params
         params.q = q.data_ptr()
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
-        stream = jit.current_stream(self._index)
-        self._attend.launch((self._grid, self._tiles, 1), self._threads, self._shared, params, stream)
+        self._attend.launch((self._grid, self._tiles, 1), self._threads, self._shared, params, self._stream())
         self.merge(out)
 
     def merge(self, out: Tensor) -> None:
@@ -185,8 +196,7 @@ class Step:
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
-        stream = jit.current_stream(self._index)
-        self._merge.launch((self._pairs, self._tiles, 1), self._d, 0, params, stream)
+        self._merge.launch((self._pairs, self._tiles, 1), self._d, 0, params, self._stream())
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

@@ -2,186 +2,52 @@
 
 One query step is `attend`: exact attention over what is cached and the step's own tokens, then the tokens are appended.
 A number is quantized once, when its page fills, and never again. Sequences own lists of page ids, so batches of
-different lengths, reordering and freeing are edits of tables.
+different lengths, reordering, sharing and freeing are edits of tables (`runtime.pages`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
-from artifacts.errors import SignpostError
 from artifacts.fields import SideName
-from artifacts.geometry import SEGMENT_PAGES, TABLE_BYTES
-from runtime.codec import Codec, PagePool, join_fields
-from runtime.cpu import PageReader
+from runtime.codec import Codec
+from runtime.exact import causal_attention
+from runtime.pages import CacheFullError
+from runtime.room import Room
 from runtime.rope import Rotation
+from runtime.side import Side, filling, has_kernels
+from runtime.step import LayerStep, StepInputs
 
-FUSED_QUERIES = 8  # up to this many new tokens are attended by the page kernels; more make decoding to dense cheaper
+__all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
-
-class CacheFullError(SignpostError, RuntimeError):
-    """The cache holds as many tokens as were reserved."""
-
-
-class Side:
-    """Keys or values of one layer for `b` sequences: sinks, newest tokens, pages.
-
-    Sinks and window are kept as the model made them (keys after RoPE, dtype of the model). Keys of a `pre_rope` format
-    are un-rotated when their page is packed.
-    """
-
-    def __init__(self, fmt: Format, codec: Codec, b: int, reserved: int | None, dtype: torch.dtype, prompt: int = 0):
-        self.format, self.codec = fmt, codec
-        self.geometry: PageGeometry = codec.geometry
-        shape, device = self.geometry.shape, codec.device
-        pages = 0 if reserved is None else fmt.window.pages(reserved, fmt.t)
-        self.reserved_pages = pages  # per sequence
-        self.reserved_segments = self.geometry.segments(pages, fmt.window.pages(min(prompt, reserved or 0), fmt.t))
-        self.sinks = torch.zeros(b, fmt.window.sinks, shape.h_kv, shape.d, dtype=dtype, device=device)
-        self.window = torch.zeros(b, fmt.window.recent + fmt.t, shape.h_kv, shape.d, dtype=dtype, device=device)
-        self.filled = [0] * b  # tokens in the window
-        self.pool = PagePool(self.geometry, b * pages, device, b * self.reserved_segments)
-        self.table = torch.zeros(b, pages, dtype=torch.int32, device=device)
-        self.used = [0] * b  # pages in the table
-        self.free = list(range(b * pages - 1, -1, -1))
-        self.free_segments = list(range(self.pool.segments.shape[0] - 1, -1, -1))
-        self._reader: PageReader | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copied cache makes its own reader: this one looks at the memory of this pool."""
-        return self.__dict__ | {"_reader": None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated: sinks, window, pages, records, table."""
-        return self.sinks.nbytes + self.window.nbytes + self.pool.nbytes + self.table.numel() * TABLE_BYTES
-
-    @property
-    def reader(self) -> PageReader:
-        """CPU view of the pages; made anew when the pool grows."""
-        if self._reader is None:
-            self._reader = PageReader.of(self.pool, self.codec.tables)
-        return self._reader
-
-    def pages_of(self, sequence: int) -> Tensor:
-        """Page ids of a sequence in token order, int32."""
-        return self.table[sequence, : self.used[sequence]]
-
-    def exact(self, sequence: int, n: int) -> tuple[Tensor, Tensor]:
-        """Sinks and newest tokens of a sequence of n tokens, each [tokens, h_kv, d]."""
-        return self.sinks[sequence, : min(n, self.format.window.sinks)], self.window[sequence, : self.filled[sequence]]
-
-    def dense(self, sequence: int) -> Tensor:
-        """Paged tokens decoded by the torch codec, float32 [tokens, h_kv, d] in the format's domain."""
-        return self.codec.decode(self.pool.read(self.pages_of(sequence).long())).flatten(0, 1)
-
-    def encode(self, sequence: int, x: Tensor, n: int, rotation: Rotation | None, offset: int) -> dict[str, Tensor]:
-        """Fields of the pages that fill when x [m, h_kv, d] comes behind n tokens; none if none does. Changes nothing.
-
-        rotation: un-rotates what is packed, or None; the position of token 0 is `offset`. Raises as `Codec.encode`.
-        """
-        window, t, packed = self.format.window, self.format.t, self.used[sequence]
-        count = window.pages(n + x.shape[0], t) - packed
-        if not count:
-            return {}
-        leaving = self._behind_pages(sequence, x, n)[: count * t]
-        if rotation is not None:
-            first = offset + window.sinks + packed * t
-            positions = torch.arange(first, first + leaving.shape[0], device=x.device)
-            leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
-        # Pages are encoded so many at a time, which also bounds the work space of a long prompt.
-        groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
-        return join_fields([self.codec.encode(group, group.shape[0])[0] for group in groups])
-
-    def append(self, sequence: int, x: Tensor, n: int, fields: dict[str, Tensor]) -> None:
-        """Appends x [m, h_kv, d] behind n tokens; `fields` is what `encode` made of them."""
-        window, t, used = self.format.window, self.format.t, self.used[sequence]
-        rest = self._behind_pages(sequence, x, n)
-        sinks = x[: max(0, window.sinks - n)]
-        self.sinks[sequence, n : n + sinks.shape[0]] = sinks
-        if count := window.pages(n + x.shape[0], t) - used:
-            segments = fields["right"].shape[0] if "segment" in fields else 0
-            self._make_room(used + count, count, segments)
-            ids = torch.tensor([self.free.pop() for _ in range(count)], device=x.device)
-            places = torch.tensor([self.free_segments.pop() for _ in range(segments)], dtype=torch.int64)
-            self.pool.write(ids, fields, places.to(x.device))
-            self.table[sequence, used : used + count] = ids.int()
-            self.used[sequence] += count
-            rest = rest[count * t :]
-        self.window[sequence, : rest.shape[0]] = rest
-        self.filled[sequence] = rest.shape[0]
-
-    def _behind_pages(self, sequence: int, x: Tensor, n: int) -> Tensor:
-        """The window's tokens and the new ones x, which come behind n tokens, without sinks."""
-        newest = self.window[sequence, : self.filled[sequence]]
-        return torch.cat([newest, x[max(0, self.format.window.sinks - n) :].to(newest.dtype)])
-
-    def _make_room(self, per_sequence: int, more: int, segments: int) -> None:
-        """Lets every table hold `per_sequence` pages, the pool `more` pages and so many more segments.
-
-        What was reserved is never too small for pages, nor for segments if the prompt came as it was announced.
-        """
-        if per_sequence > self.table.shape[1]:
-            width = max(per_sequence, 2 * self.table.shape[1])
-            self.table = F.pad(self.table, (0, width - self.table.shape[1]))
-        if more > len(self.free):
-            self._grow(max(self.pool.capacity + more, 2 * self.pool.capacity), self.pool.segments.shape[0])
-        if segments > len(self.free_segments):
-            have = self.pool.segments.shape[0]
-            self._grow(self.pool.capacity, max(have + segments, 2 * have))
-
-    def _grow(self, capacity: int, segments: int) -> None:
-        self.free = list(range(capacity - 1, self.pool.capacity - 1, -1)) + self.free
-        self.free_segments = list(range(segments - 1, self.pool.segments.shape[0] - 1, -1)) + self.free_segments
-        self.pool = self.pool.grown(capacity, segments)
-        self._reader = None
-
-    def select(self, sequences: list[int]) -> None:
-        """Makes the batch the given old sequences (any may be repeated or left out). Pages of nobody become free.
-
-        A repeated sequence gets its own copy of the table but shares full pages, which are never written again.
-        """
-        index = torch.tensor(sequences, dtype=torch.int64, device=self.table.device)
-        self.sinks, self.window = self.sinks[index], self.window[index]
-        self.filled = [self.filled[i] for i in sequences]
-        self.table = self.table[index]
-        self.used = [self.used[i] for i in sequences]
-        if (reserved := len(sequences) * self.reserved_pages) > self.pool.capacity:
-            self._grow(reserved, max(len(sequences) * self.reserved_segments, self.pool.segments.shape[0]))
-        owned = {page for i in range(len(sequences)) for page in self.pages_of(i).tolist()}
-        self.free = [page for page in range(self.pool.capacity - 1, -1, -1) if page not in owned]
-        if self.geometry.segment_bytes:
-            pointed = set(self.pool.field("segment")[sorted(owned)].flatten().tolist())
-            self.free_segments = [s for s in range(self.pool.segments.shape[0] - 1, -1, -1) if s not in pointed]
+FUSED_QUERIES = (
+    8  # up to this many new tokens are attended by the CPU's page kernels; more make decoding to dense cheaper
+)
 
 
 class LayerCache:
     """Cache of one layer for `b` sequences. Query heads h_q = g * h_kv; tensors as transformers hands them out."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        layer: int,
-        b: int,
-        reserved: int | None,
-        dtype: torch.dtype,
-        rotation: Rotation,
-        prompt: int = 0,
-    ):
-        formats, model = bundle.layers[layer], bundle.model
-        self.device, self.reserved = rotation.inv_freq.device, reserved
+    def __init__(self, bundle: Bundle, layer: int, room: Room, dtype: torch.dtype, rotation: Rotation):
+        formats, model, b = bundle.layers[layer], bundle.model, room.b
+        self.room, self.device, self._turning = room, rotation.inv_freq.device, rotation
         self.lengths, self.offsets = [0] * b, [0] * b
-
-        def side(name: SideName, fmt: Format) -> Side:
-            geometry = PageGeometry.of(fmt, model.h_kv, model.d, name)
-            return Side(fmt, Codec(geometry, bundle.side_tensors(layer, name), self.device), b, reserved, dtype, prompt)
-
-        self.key, self.value = side("key", formats.key), side("value", formats.value)
         self.rotation = rotation if formats.key.domain == "pre_rope" else None  # of packed keys
+
+        def side(name: SideName, fmt: Format, turning: Rotation | None) -> Side:
+            geometry = PageGeometry.of(fmt, model.h_kv, model.d, name)
+            codec = Codec(geometry, bundle.side_tensors(layer, name), self.device)
+            return room.join(Side(codec, turning, room.tables[filling(fmt)], room.next_index(fmt), b, dtype))
+
+        self.key, self.value = side("key", formats.key, self.rotation), side("value", formats.value, None)
+        self._step: LayerStep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied cache loads its kernels anew: these look at the memory of this one."""
+        return self.__dict__ | {"_step": None}
 
     @property
     def nbytes(self) -> int:
@@ -189,68 +55,89 @@ class LayerCache:
         return self.key.nbytes + self.value.nbytes
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float,
+        sequences: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Causal attention of m new tokens over the cache and themselves; then they are appended.
 
         q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE; positions int64 [b or 1, m]; valid bool [b, m] marks real
-        tokens (None: all are). Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
+        tokens (None: all are); sequences: which ones these are (None: all, in order).
+        Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
         Raises ValueError where a sequence's positions do not follow each other and CacheFullError where it would
-        outgrow the reserve, both before anything has changed.
+        outgrow the reserve or the budget, both before anything has changed.
         """
         b, m = q.shape[0], q.shape[2]
-        everything = torch.arange(m, device=q.device)
-        rows = [everything if valid is None else valid[i].nonzero()[:, 0] for i in range(b)]
-        positions = positions.expand(b, m)
-        for i in range(b):
-            self._check(i, positions[i][rows[i]])
-        if valid is None and not any(self.lengths):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-            out = out.transpose(1, 2)
-            for i in range(b):
-                self._append(i, k[i], v[i], positions[i])
-            return out
+        chosen = list(range(len(self.lengths)) if sequences is None else sequences)
+        rows, starts = self.room.admit(self.lengths, self.offsets, positions, valid, chosen, m)
+        if all(row is None for row in rows):
+            if not any(self.lengths[i] for i in chosen):
+                out = causal_attention(q, k, v, scaling).transpose(1, 2)
+                for row, i in enumerate(chosen):
+                    self._append(i, k[row], v[row], starts[row])
+                return out
+            if m == 1 and sequences is None and has_kernels(self.device):
+                return self._device_step(q, k, v, starts, scaling)
         out = q.new_zeros(b, m, q.shape[1], q.shape[3])
-        for i in range(b):
-            if not rows[i].numel():
+        for row, i in enumerate(chosen):
+            real = torch.arange(m) if rows[row] is None else rows[row]
+            assert real is not None
+            if not real.numel():
                 continue
-            qi, ki, vi = q[i][:, rows[i]], k[i][:, rows[i]], v[i][:, rows[i]]
-            out[i, rows[i]] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
-            self._append(i, ki, vi, positions[i][rows[i]])
+            real = real.to(q.device)
+            qi, ki, vi = q[row][:, real], k[row][:, real], v[row][:, real]
+            out[row, real] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
+            self._append(i, ki, vi, starts[row])
         return out
 
-    def _check(self, i: int, positions: Tensor) -> None:
-        """Raises where tokens at `positions` cannot come next in sequence i."""
-        n, more = self.lengths[i], positions.numel()
-        if self.reserved is not None and n + more > self.reserved:
-            raise CacheFullError(
-                f"sequence {i} holds {n} tokens and would get {more} more, but {self.reserved} were reserved: "
-                "reserve more (max_tokens=), or leave max_tokens out to let the cache grow"
-            )
-        if not more:
-            return
-        start = self.offsets[i] + n if n else int(positions[0])
-        if not torch.equal(positions, torch.arange(start, start + more, device=positions.device)):
-            raise ValueError(
-                f"sequence {i}: positions {positions.tolist()[:8]}... do not continue at {start}: "
-                "tokens of a sequence must follow each other (pass an attention mask with padded batches)"
-            )
+    def append(self, sequence: int, k: Tensor, v: Tensor, offset: int = 0) -> None:
+        """Appends k and v [h_kv, m, d], attended elsewhere. Raises as `attend`; offset: position of token 0."""
+        self.room.take({sequence: self.lengths[sequence] + k.shape[1]})
+        self._append(sequence, k, v, self.offsets[sequence] if self.lengths[sequence] else offset)
 
-    def _append(self, i: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Appends k and v [h_kv, m, d] to sequence i: both or, if one cannot be encoded, neither."""
+    def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:
+        """Appends k and v [h_kv, m, d] to sequence i: both or, if one cannot be packed, neither."""
         n = self.lengths[i]
-        offset = self.offsets[i] if n else int(positions[0])
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-        key_fields = self.key.encode(i, k, n, self.rotation, offset)
-        value_fields = self.value.encode(i, v, n, None, offset)
-        self.key.append(i, k, n, key_fields)
-        self.value.append(i, v, n, value_fields)
+        try:
+            self.key.pack(i, k, n, offset)
+            self.value.pack(i, v, n, offset)
+        except Exception:
+            self.room.trim()
+            raise
+        self.key.append(i, k, n)
+        self.value.append(i, v, n)
         self.offsets[i], self.lengths[i] = offset, n + k.shape[0]
+
+    def step(self, h_q: int) -> LayerStep:
+        """The kernels of a decode step on the GPU, loaded once."""
+        if self._step is None:
+            self._step = LayerStep(self.key, self.value, self._turning, h_q)
+        return self._step
+
+    def _device_step(self, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scaling: float) -> Tensor:
+        """One token for every sequence, on the page kernels."""
+        self.offsets = list(starts)
+        inputs = self.room.inputs([n + 1 for n in self.lengths], self.offsets)
+        out = torch.empty_like(q.transpose(1, 2))
+        step = self.step(q.shape[1])
+        step.run(q, k, v, inputs, scaling, out.transpose(1, 2))
+        self.advance(range(len(self.lengths)))
+        if step.on_host:
+            for i, n in enumerate(self.lengths):
+                step.pack_factors(i, n, self.offsets[i])
+        return out
+
+    def advance(self, sequences: Sequence[int]) -> None:
+        """Counts a token that a device step has appended to each of these sequences."""
+        for i in sequences:
+            self.lengths[i] += 1
+            for side in (self.key, self.value):
+                side.used[i] = side.format.window.pages(self.lengths[i], side.format.t)
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [h_q, m, d], k and v [h_kv, m, d] of sequence i -> [h_q, m, d]."""
         m = q.shape[1]
-        if m > FUSED_QUERIES or self.device.type != "cpu" or not self.lengths[i]:
+        if m > FUSED_QUERIES or has_kernels(self.device) or not self.lengths[i]:
             return self._attend_dense(i, q, k, v, scaling)
         h_kv, d = k.shape[0], k.shape[2]
         rows = q.float().reshape(h_kv, -1, d)  # query heads of a kv head are neighbours: [h_kv, g * m, d]
@@ -282,14 +169,10 @@ class LayerCache:
         return out + self.value.reader.weighted_sum(to_pages, pages) if pages.numel() else out
 
     def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """The same by decoding all pages first: for many queries at once, and for devices without page kernels."""
-        m, n = q.shape[1], self.lengths[i]
+        """The same by decoding all pages first: for many queries at once."""
         keys = self._dense_side(i, self.key, k, q.dtype)
         values = self._dense_side(i, self.value, v, q.dtype)
-        visible = torch.ones(m, n + m, dtype=torch.bool, device=q.device).tril(n)
-        return F.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=visible, scale=scaling, enable_gqa=True
-        )[0]
+        return causal_attention(q[None], keys[None], values[None], scaling)[0]
 
     def _dense_side(self, i: int, side: Side, fresh: Tensor, dtype: torch.dtype) -> Tensor:
         """All tokens of a side after RoPE, [h_kv, n + m, d]."""
@@ -303,11 +186,27 @@ class LayerCache:
         return torch.cat([sinks, paged.to(dtype), newest, fresh], 1)
 
     def select(self, sequences: list[int]) -> None:
-        """Makes the batch the given old sequences, in this order."""
+        """Makes the batch the given old sequences, in this order; `KVCache.select` does the tables."""
         self.lengths = [self.lengths[i] for i in sequences]
         self.offsets = [self.offsets[i] for i in sequences]
         self.key.select(sequences)
         self.value.select(sequences)
+
+    def share(self, source: int, sequence: int) -> None:
+        """Lets an empty sequence begin with the tokens of another; `KVCache.fork` does the tables."""
+        self.lengths[sequence], self.offsets[sequence] = self.lengths[source], self.offsets[source]
+        self.key.share(source, sequence)
+        self.value.share(source, sequence)
+
+    @property
+    def loaded_step(self) -> LayerStep | None:
+        """The kernels of a decode step, if `step` has loaded them."""
+        return self._step
+
+    def release(self, sequence: int) -> None:
+        """Forgets a sequence; `KVCache.release` does the tables."""
+        self.lengths[sequence] = self.offsets[sequence] = 0
+        self.key.used[sequence] = self.value.used[sequence] = 0
 
 
 class KVCache:
@@ -321,7 +220,10 @@ class KVCache:
     prompt      with max_tokens, how many of them will come as one prompt: formats with factors per segment need less
                 room then, and `nbytes` is `b * bundle.geometry.cache_bytes(max_tokens, itemsize, prompt)`
     dtype       of sinks and window: the model's
-    device      where the cache lives. On the CPU decode steps run on the page kernels (numba), elsewhere on the codec
+    device      where the cache lives. On the CPU decode steps run on the page kernels (numba), on CUDA devices on
+                `runtime.attention` and `runtime.pack`
+    budget      bytes for everything, with max_tokens: pages are a pool for all sequences, as many as fit; `reserve`
+                says whether a sequence will find room. Raises CacheFullError if not even one page of each side fits
     """
 
     def __init__(
@@ -332,14 +234,16 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         prompt: int = 0,
+        budget: int | None = None,
     ):
         if b < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
+        if budget is not None and max_tokens is None:
+            raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
-        self.layers = [
-            LayerCache(bundle, layer, b, max_tokens, dtype, self.rotation, prompt) for layer in range(bundle.model.l)
-        ]
+        self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, self.rotation.inv_freq.device)
+        self.layers = [LayerCache(bundle, layer, self.room, dtype, self.rotation) for layer in range(bundle.model.l)]
 
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self.layers)
@@ -369,5 +273,45 @@ class KVCache:
 
     def select(self, sequences: list[int]) -> None:
         """Makes the batch the given old sequences: reorders, repeats (sharing pages) or drops them."""
+        self.room.select(sequences)
         for layer in self.layers:
             layer.select(sequences)
+
+    def reserve(self, sequence: int, tokens: int, prompt: int = 0) -> None:
+        """Keeps room for an empty sequence until it holds so many tokens, `prompt` of them its prompt.
+
+        Then no step of it can fail for want of pages. Raises CacheFullError, nothing changed, where there is none.
+        """
+        if self.lengths[sequence]:
+            raise ValueError(f"sequence {sequence} holds {self.lengths[sequence]} tokens already: release it first")
+        self.room.promise(sequence, tokens, prompt)
+
+    def free_tokens(self) -> int:
+        """Tokens that one more sequence can be sure of now, its prompt not known: what admission goes by."""
+        return self.room.free_tokens()
+
+    def fork(self, source: int, sequence: int) -> None:
+        """Lets an empty sequence begin as a copy of another one, sharing its full pages."""
+        self.room.share(source, sequence)
+        for layer in self.layers:
+            layer.share(source, sequence)
+
+    def release(self, sequence: int) -> None:
+        """Ends a sequence: it is empty, and what it held or was promised is free."""
+        self.room.release(sequence)
+        for layer in self.layers:
+            layer.release(sequence)
+
+    def take_step(self, sequences: Sequence[int]) -> None:
+        """Pages for one more token of each of these sequences. Raises CacheFullError before anything has changed."""
+        self.room.take({i: self.layers[0].lengths[i] + 1 for i in sequences})
+
+    def step_inputs(self, b: int) -> StepInputs:
+        """Inputs of device steps of the first b sequences, at an address of their own."""
+        return StepInputs(b, self.room.sides, self.room.device)
+
+    def check(self) -> None:
+        """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
+        for side in self.room.sides:
+            if has_kernels(side.codec.device):
+                side.packer.check()

@@ -94,6 +94,34 @@ class PagePool:
         self.heads = torch.zeros(capacity, h_kv, geometry.head_bytes, dtype=torch.uint8, device=device)
         self.records = torch.zeros(capacity, geometry.record_bytes, dtype=torch.uint8, device=device)
 
+    @classmethod
+    def over(cls, geometry: PageGeometry, memory: Tensor, segments: int = 0) -> "PagePool":
+        """A pool in memory of the caller's: as many pages as fit, and so many segments behind them.
+
+        memory: uint8 [bytes] at a multiple of 16, on any device; it is neither copied nor cleared, and must live as
+        long as the pool. Raises ValueError for other memory and where not one page fits.
+        """
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.data_ptr() % 16:
+            raise ValueError(
+                f"memory of pages: contiguous uint8 [bytes] at a multiple of 16, not {memory.dtype} "
+                f"{list(memory.shape)} with strides {memory.stride()} at {memory.data_ptr()}"
+            )
+        h_kv, entry = geometry.shape.h_kv, geometry.shape.h_kv * geometry.segment_bytes
+        segments = segments if entry else 0
+        capacity = (memory.numel() - segments * entry) // geometry.page_bytes
+        if capacity < 1:
+            raise ValueError(
+                f"{memory.numel()} bytes hold no page: one takes {geometry.page_bytes}, and {segments} segments "
+                f"{segments * entry}"
+            )
+        pool = cls(geometry, 0, memory.device)
+        sizes = [capacity * h_kv * geometry.head_bytes, capacity * geometry.record_bytes, segments * entry]
+        heads, records, rest = memory[: sum(sizes)].split(sizes)
+        pool.heads = heads.view(capacity, h_kv, geometry.head_bytes)
+        pool.records = records.view(capacity, geometry.record_bytes)
+        pool.segments = rest.view(segments, h_kv, geometry.segment_bytes)
+        return pool
+
     @property
     def capacity(self) -> int:
         """Pages that fit."""

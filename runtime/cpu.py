@@ -17,7 +17,7 @@ from torch import Tensor
 
 from artifacts.codes import RUN
 from artifacts.fields import PageShape
-from artifacts.order import LANES, TILE, channel_order, code_order, word_order
+from artifacts.order import LANES, TILE, channel_order, code_order, fragment_order, word_order
 from artifacts.parts import Dense
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
@@ -45,6 +45,8 @@ class Pages(NamedTuple):
     lanes, places            uint32 [16] and [d], where a tile's numbers go: each two lanes hold d codes (whole runs);
                              where the first of them goes, and how far from it the others
     scale_places             uint32 [rows * columns], where scales stand
+    outlier_places           uint32 [256], where the numbers of a tile's first block of outliers stand; those of the
+                             next stand `outlier_step` further on
     codes ... corrections    offsets in bytes from the start of a head's page or of a record; -1: no such field
     factors                  uint8 [segments, h_kv, bytes], what pages of a segment share
     rank                     of the factors; left, segment: offsets as above
@@ -75,6 +77,8 @@ class Pages(NamedTuple):
     lanes: NDArray[np.uint32]
     places: NDArray[np.uint32]
     scale_places: NDArray[np.uint32]
+    outlier_places: NDArray[np.uint32]
+    outlier_step: int
 
     @classmethod
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "Pages":
@@ -114,6 +118,8 @@ class Pages(NamedTuple):
             lanes=lanes,
             places=places,
             scale_places=_scale_places(part, shape) if part and not from_bundle else _NO_PLACES,
+            outlier_places=fragment_order(TILE, shape.d, shape.side)[:BLOCK].astype(np.uint32),
+            outlier_step=8 if shape.side == "key" else 16,
         )
 
 
@@ -308,16 +314,18 @@ def _rescale(tile: Any, scale: Any, zero: Any, channels: int) -> None:
 @njit(cache=True)
 def _correct(pages: Any, page: int, head: int, tile: Any) -> None:
     """Adds the outliers' corrections of one head's page."""
-    numbers = tile.reshape(-1)
-    record = pages.records[page]
-    blocks = numbers.size // BLOCK
-    counts = record[pages.counts + head * blocks : pages.counts + (head + 1) * blocks]
-    slot = np.int64(record[pages.starts : pages.counts].view(np.uint32)[head])
-    corrections = record[pages.corrections :].view(np.uint16)
-    for block in range(blocks):
-        for _ in range(counts[block]):
-            numbers[block * BLOCK + record[pages.indices + slot]] += pages.half[corrections[slot]]
-            slot += 1
+    t, d = tile.shape
+    tiles, blocks = t // TILE, d * TILE // BLOCK
+    numbers, record, places, half = tile.reshape(-1), pages.records[page], pages.outlier_places, pages.half
+    counts = record[pages.counts + head * tiles * blocks : pages.counts + (head + 1) * tiles * blocks]
+    begin = np.int64(record[pages.starts : pages.counts].view(np.uint32)[head * tiles])
+    indices, corrections = record[pages.indices :], record[pages.corrections :].view(np.uint16)
+    for j in range(tiles):
+        for block in range(blocks):
+            first, count = np.uint32(j * TILE * d + block * pages.outlier_step), np.int64(counts[j * blocks + block])
+            for slot in range(begin, begin + count):
+                numbers[first + places[indices[slot]]] += half[corrections[slot]]
+            begin += count
 
 
 @njit(cache=True)

@@ -1,14 +1,14 @@
 """The adapter for transformers 5: `model.generate(..., past_key_values=SignpostCache(model, bundle))`.
 
 Attention runs in here only while the model is called with a `SignpostCache`; with any other cache, or none, the model
-computes what it always did. This is the only file of the runtime that imports transformers.
+computes what it always did. Only this file and `runtime.hf_decoder` import transformers.
 """
 
 import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import update_wrapper
 from importlib.util import find_spec
@@ -69,6 +69,8 @@ class AttendingCache(Cache):
     def __init__(self, model: PreTrainedModel):
         super().__init__(layers=cast(Any, [_Layer() for _ in range(text_config(model).num_hidden_layers)]))
         self.base = weakref.ref(attach(model))
+        self._mask: Tensor | None = None  # the last pass's
+        self._valid: Tensor | None = None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
@@ -88,6 +90,18 @@ class AttendingCache(Cache):
 
     def check_mask(self, earlier: Tensor) -> None:
         """Raises ValueError where a padding mask of the earlier tokens, bool [b, n], contradicts what is cached."""
+
+    def valid(self, mask: Tensor | None, m: int) -> Tensor | None:
+        """Which of the m new tokens are real by a mask of all tokens, bool [b, m]; None if all are.
+
+        The layers of a pass share one mask: the device is asked once.
+        """
+        if mask is None:
+            return None
+        if mask is not self._mask:
+            new = mask[:, -m:]
+            self._mask, self._valid = mask, None if bool(new.all()) else new
+        return self._valid
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -227,8 +241,7 @@ def _attention(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"an attention mask of {attention_mask.dim()} dimensions: only [batch, tokens] is supported")
     m, layer = query.shape[2], cast(int, module.layer_idx)
-    valid = None if attention_mask is None else attention_mask[:, -m:]
-    out = cache.attend(layer, query, key, value, position_ids, valid, scaling)
+    out = cache.attend(layer, query, key, value, position_ids, cache.valid(attention_mask, m), scaling)
     cast(_Layer, cache.layers[layer]).seen += m
     return out, None
 
@@ -427,13 +440,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_causal_lm(
-    name: str, dtype: str, device: str, revision: str | None = None
+    name: str, dtype: str, device: str, revision: str | None = None, gpus: Sequence[int] = ()
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in eval mode with frozen weights, and its tokenizer.
 
     name      folder, hub id, or `tiny` for the embedded model
     dtype     float32, bfloat16, float16, or auto for the checkpoint's
     device    as in `resolve_device`
+    gpus      over which to spread the layers, by numbers; none: the model stays whole, on `device`
     Raises ModelLoadError where one of them cannot be had.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -441,11 +455,23 @@ def load_causal_lm(
     path, target = model_path(name), resolve_device(device)
     try:
         AutoConfig.from_pretrained(path, revision=revision)  # a clear error before gigabytes are read
-        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"))
+        where = _where(target, gpus)
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
             f"cannot load the model {name!r}: {reason} Name a folder that holds a Hugging Face model, or a hub id"
         ) from error
-    return cast(Any, model).to(target).eval().requires_grad_(False), tokenizer
+    if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()} and gpus:
+        raise ModelLoadError(f"{name!r} does not fit GPUs {list(gpus)}: give it more GPUs, or dtype=bfloat16")
+    placed = model if gpus else cast(Any, model).to(target)
+    return placed.eval().requires_grad_(False), tokenizer
+
+
+def _where(device: torch.device, gpus: Sequence[int]) -> dict[str, Any]:
+    """Where transformers loads weights to: to a GPU at once, never into the host's memory as a whole."""
+    if gpus:
+        # A tenth stays free for what calibration and attention need beside the weights.
+        return {"device_map": "balanced", "max_memory": {i: int(0.9 * torch.cuda.mem_get_info(i)[0]) for i in gpus}}
+    return {"device_map": {"": device}} if device.type == "cuda" else {}

@@ -29,6 +29,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 
 from artifacts.errors import SignpostError
+from runtime import cubin as cubins
 from runtime.sources import kernel_folder
 
 # Compute capability of a device -> what its kernels are compiled for. sm_90a has Hopper's own instructions.
@@ -84,14 +86,15 @@ class Unit:
 class Resources:
     """What an entry takes.
 
-    registers: of a thread. spill_bytes: of a thread, stored plus loaded; those of functions that were not inlined count
-    for the entry behind which ptxas lists them. shared: static bytes of a block. stack: bytes of a thread.
+    registers: of a thread. stack: bytes of a thread. spill_bytes: of a thread, stored plus loaded; those of functions
+    that were not inlined count for the entry behind which ptxas lists them. shared: static bytes of a block. The last
+    two are None where the compiler's log does not tell of the entry.
     """
 
     registers: int
-    spill_bytes: int
-    shared: int
     stack: int
+    spill_bytes: int | None
+    shared: int | None
 
 
 def arch_of(device: Device) -> str:
@@ -125,18 +128,25 @@ def log(unit: Unit, arch: str) -> str:
 
 def report(unit: Unit, arch: str) -> dict[str, Resources]:
     """Registers, spills, shared memory and stack of every entry of `unit`. Raises as `compile_unit`."""
-    return _resources(unit, _built(unit, arch)[1])
+    return _resources(unit, *_built(unit, arch))
 
 
 def precompile(units: Iterable[Unit], arch: str) -> Iterator[tuple[Unit, float, dict[str, Resources]]]:
-    """Puts `units` into the cache: yields each with the seconds it took and its resources.
+    """Puts `units` into the cache, several at once: yields each in order with the seconds it took and its resources.
 
-    Raises as `compile_unit`, and KernelError where the cache cannot be written.
+    NVRTC compiles without Python's lock. Raises as `compile_unit`, and KernelError where the cache cannot be written.
     """
-    for unit in units:
+
+    def compiled(unit: Unit) -> tuple[Unit, float, dict[str, Resources]]:
         start = time.perf_counter()
-        _, said = _built(unit, arch, must_keep=True)
-        yield unit, time.perf_counter() - start, _resources(unit, said)
+        built = _built(unit, arch, must_keep=True)
+        return unit, time.perf_counter() - start, _resources(unit, *built)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            yield from pool.map(compiled, units)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def cache_folder() -> Path:
@@ -159,7 +169,7 @@ def _built(unit: Unit, arch: str, must_keep: bool = False) -> tuple[bytes, str]:
     path = cache_folder() / _key(unit, arch)
     state, payload = _read(path)
     if payload is None:
-        if _switch("SIGNPOST_NO_COMPILE"):
+        if switch("SIGNPOST_NO_COMPILE"):
             raise KernelError(
                 f"kernel unit {unit.name!r} for {arch} is {state} in {path.parent}, and SIGNPOST_NO_COMPILE forbids to "
                 f"compile it: fill the cache by `python -m runtime compile --bundle B --arch {arch}` without the switch"
@@ -195,18 +205,24 @@ def _key(unit: Unit, arch: str) -> str:
 
 
 def _flags(arch: str) -> list[str]:
-    """Compiler options, folders excepted. ptxas always reports: CI asserts that nothing spills."""
-    lines = ["--generate-line-info"] if _switch("SIGNPOST_LINEINFO") else []
+    """Compiler options, folders excepted.
+
+    ptxas always reports: CI asserts that nothing spills. NVRTC's own cache, which it keeps where there is a driver, is
+    left out: what it finds there comes without ptxas' report, and ours holds the same.
+    """
+    lines = ["--generate-line-info"] if switch("SIGNPOST_LINEINFO") else []
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--device-as-default-execution-space",
         "--ptxas-options=-v",
+        "--no-cache",
         *lines,
     ]
 
 
-def _switch(name: str) -> bool:
+def switch(name: str) -> bool:
+    """Whether an environment variable is 1. KernelError for what is neither 0 nor 1 nor empty."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise KernelError(f"{name}={value}: 1 or 0")
@@ -309,30 +325,28 @@ def _compile(unit: Unit, arch: str) -> tuple[bytes, str]:
             raise CompileError(unit.name, arch, f"no cubin: {result.name}")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    _resources(unit, said)
+    _resources(unit, bytes(cubin), said)
     return bytes(cubin), said
 
 
-def _resources(unit: Unit, said: str) -> dict[str, Resources]:
-    """What ptxas reported on the entries. KernelError if one of them is not in the unit."""
-    blocks = re.split(r"Compiling entry function '([^']+)'", said)
-    found = {}
-    for name, text in zip(blocks[1::2], blocks[2::2], strict=True):
-
-        def total(pattern: str, text: str = text) -> int:
-            return sum(int(number) for number in re.findall(pattern, text))
-
-        found[name] = Resources(
-            registers=max((int(number) for number in re.findall(r"Used (\d+) registers", text)), default=0),
-            spill_bytes=total(r"(\d+) bytes spill (?:stores|loads)"),
-            shared=total(r"(\d+) bytes smem"),
-            stack=total(r"(\d+) bytes stack frame"),
-        )
+def _resources(unit: Unit, cubin: bytes, said: str) -> dict[str, Resources]:
+    """What the entries take, by the cubin and by ptxas' report. KernelError if one of them is not in the unit."""
+    found = cubins.entries(cubin)
     for entry in unit.entries:
         if entry not in found:
             has = ", ".join(found) or "none"
             raise KernelError(f'kernel unit {unit.name!r} has no entry {entry!r} (extern "C" __global__); it has {has}')
-    return {entry: found[entry] for entry in unit.entries}
+    blocks = re.split(r"Compiling entry function '([^']+)'", said)
+    texts = dict(zip(blocks[1::2], blocks[2::2], strict=True))
+
+    def total(entry: str, pattern: str) -> int | None:
+        return sum(map(int, re.findall(pattern, texts[entry]))) if entry in texts else None
+
+    spills, shared = r"(\d+) bytes spill (?:stores|loads)", r"(\d+) bytes smem"
+    return {
+        name: Resources(found[name].registers, found[name].stack, total(name, spills), total(name, shared))
+        for name in unit.entries
+    }
 
 
 # ------------------------------------------------------------------------------------------------ loading and launching
@@ -441,7 +455,23 @@ class Module:
 
 
 _modules: dict[tuple[Unit, int], Module] = {}
+_begun: dict[tuple[Unit, str], "Future[bytes]"] = {}
 _lock = threading.Lock()
+
+
+def begin(units: Iterable[Unit], device: Device) -> None:
+    """Begins to compile units that `load` will be asked for soon, in threads, so that they are compiled at once.
+
+    What goes wrong is told by `load`. Raises KernelError without a GPU.
+    """
+    index = _index(device)
+    arch = arch_of(index)
+    with _lock:
+        wanted = [unit for unit in units if (unit, index) not in _modules and (unit, arch) not in _begun]
+        if wanted:
+            pool = ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1))
+            _begun.update({(unit, arch): pool.submit(compile_unit, unit, arch) for unit in wanted})
+            pool.shutdown(wait=False)
 
 
 def load(unit: Unit, device: Device) -> Module:
@@ -453,7 +483,9 @@ def load(unit: Unit, device: Device) -> Module:
     key = (unit, _index(device))
     with _lock:
         if key not in _modules:
-            _modules[key] = _load(unit, compile_unit(unit, arch_of(key[1])), key[1])
+            arch = arch_of(key[1])
+            begun = _begun.pop((unit, arch), None)
+            _modules[key] = _load(unit, begun.result() if begun else compile_unit(unit, arch), key[1])
         return _modules[key]
 
 

@@ -13,14 +13,19 @@ Factors are found by torch (`runtime.parts.lowrank`), which synchronizes, so tha
 """
 
 import ctypes
+import functools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from itertools import product
+from math import ceil, log2
 
 import torch
 from torch import Tensor
 
-from artifacts import PageGeometry, Rope
+from artifacts import Bundle, PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
+from artifacts.order import TILE
 from artifacts.parts.sparse import BLOCK
 from runtime import jit
 from runtime.codec import Codec, PagePool
@@ -33,7 +38,10 @@ INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
+QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
 NO_PROMPT = (1 << 31) - 1
+LAYERS_AT_ONCE = 64  # of a launch: a kernel's parameters have 32764 bytes
+MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matrix.cuh`
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
 _SHARED = {"sm_80": (163, 164), "sm_90a": (227, 228), "sm_100": (227, 228)} | {
@@ -105,18 +113,20 @@ class _Cut:
         """Shared bytes: `PackLayout::BYTES`, which the unit asserts."""
         shape, fmt = self.geometry.shape, self.geometry.format
         d, select = shape.d, select_kind(self.geometry)
-        size = self.tile if store == "SHARED" else 0
-        size += _align(self.tokens * (d + 8) * 4) if fmt.rotate else 0
+        direct = store == "REGISTERS"
+        size = {"SHARED": self.tile, "REGISTERS": threads // 32 * self.tokens * d * self.input_bytes}.get(store, 0)
+        size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
         size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
         size += _align(8 * self.scales)
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
         size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
         if fmt.sparse:
-            blocks = shape.numbers // BLOCK
-            size += _align(4 * per_cta * self.heads * self.tokens * d // 32) + _align(blocks) + _align(4 * blocks + 4)
-        size += threads // 32 * CANDIDATES if select == "TOKEN" else 0
-        size += _align(self.tokens * (d + 4) * 4) if fmt.sketch else 0
+            tiles = shape.h_kv * shape.t // TILE
+            size += _align(4 * per_cta * self.heads * self.tokens * d // 32)
+            size += _align(2 * shape.numbers // BLOCK) + _align(4 * tiles + 4)
+            size += threads // 32 * CANDIDATES if select == "TOKEN" else QUEUE
+        size += _align(self.tokens * (d + 4) * 4) if fmt.sketch and not direct else 0
         return size + 256
 
 
@@ -137,6 +147,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
     if fmt.domain == "pre_rope" and rope is None:
         raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
+    if is_direct(geometry, dtype):
+        return _direct_plan(geometry, dtype)
     select, part = select_kind(geometry), fmt.dense
     room, whole = (1024 * k for k in _SHARED[arch])
     rope_dim = rope.dim if rope and fmt.domain == "pre_rope" else 0
@@ -147,8 +159,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
     def cut(tokens: int, heads: int) -> _Cut:
         return _Cut(geometry, rope_dim, dtype.itemsize, tokens, heads)
 
-    tokens = [n for n in (8, *range(16, shape.t + 1, 16)) if shape.t % n == 0 and n % together == 0]
-    tokens = [n for n in tokens if (n >= 16 or together == 1) and (select != "CHANNEL_PAGE" or n == shape.t)]
+    tokens = [n for n in (TILE // 2, *range(TILE, shape.t + 1, TILE)) if shape.t % n == 0 and n % together == 0]
+    tokens = [n for n in tokens if (n >= TILE or together == 1) and (select != "CHANNEL_PAGE" or n == shape.t)]
     heads = [shape.h_kv] if spans else range(1, shape.h_kv + 1)
     cuts = [cut(n, h) for n in tokens for h in heads]
 
@@ -189,9 +201,41 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
     )
 
 
-def pack_unit(name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str) -> Unit:
-    """The unit that packs pages of one side for `arch`; its entry is `pack`. Raises as `plan`."""
-    return _unit(name, "Side", geometry, rope, dtype, plan(geometry, rope, dtype, arch))
+def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
+    """Whether numbers go from the input through a matrix product in registers: `cuda/pack_direct.cuh`."""
+    fmt = geometry.format
+    if dtype.itemsize != 2 or fmt.sparse or fmt.lowrank or fmt.center or fmt.domain == "pre_rope":
+        return False
+    if fmt.rotate:
+        return fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
+    return fmt.sketch is not None and fmt.dense is None
+
+
+def _direct_plan(geometry: PageGeometry, dtype: torch.dtype) -> Plan:
+    """Warps take 32 tokens of a head if their vectors fit registers beside the sums, so that a warp reads the matrix
+    once for twice the numbers."""
+    shape = geometry.shape
+    tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
+    heads, threads = min(8, shape.h_kv), 64
+    made = _Cut(geometry, 0, dtype.itemsize, tokens, heads)
+    size = made.shared("REGISTERS", 1, threads)
+    return Plan("NONE", 0, 0, tokens, heads, made.slices, False, "REGISTERS", threads, 6, size, 0)
+
+
+def outlier_steps(geometry: PageGeometry) -> int:
+    """Steps of 16 channels in which the products of a sketch's outlier channels are summed."""
+    sketch = geometry.format.sketch
+    return ceil(sketch.outliers / 16) if sketch else 0
+
+
+def pack_unit(
+    name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str, layers: int = 1
+) -> Unit:
+    """The unit that packs pages of one side of at most `layers` layers at once for `arch`; its entry is `pack`.
+
+    Raises as `plan`, and KernelError for more than LAYERS_AT_ONCE layers.
+    """
+    return _unit(name, "Side", geometry, rope, dtype, plan(geometry, rope, dtype, arch), layers)
 
 
 def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
@@ -210,7 +254,11 @@ def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
     return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
 
 
-def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, p: Plan) -> Unit:
+def _unit(
+    name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, p: Plan, layers: int = 1
+) -> Unit:
+    if layers > LAYERS_AT_ONCE:
+        raise KernelError(f"{layers} layers in one launch: parameters of {LAYERS_AT_ONCE} fit")
     shape = geometry.shape
     numbers = {
         "H": shape.h_kv,
@@ -223,8 +271,10 @@ def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype
         "CTAS": p.ctas,
         "CLUSTER": int(p.cluster),
         "THREADS": p.threads,
+        "OUTLIER_STEPS": outlier_steps(geometry),
     }
     packed, _, body = side.partition(" ")
+    at = "blockIdx.z" if layers > 1 else "0"
     cluster = f" __cluster_dims__({p.ctas}, 1, 1)" if p.cluster else ""
     lines = [
         '#include "pack.cuh"',
@@ -240,10 +290,26 @@ def _unit(name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype
         '"runtime/pack.py counts shared memory alike");',
         f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, "
         '"runtime/pack.py has the same parameters");',
+        f"struct Layers {{ signpost::PackParams layer[{layers}]; }};",
         f'extern "C" __global__ void __launch_bounds__(Plan::THREADS, {p.blocks}){cluster}',
-        f"pack(const __grid_constant__ signpost::PackParams params) {{ signpost::pack<{packed}, Plan>(params); }}",
+        f"pack(const __grid_constant__ Layers layers) {{ signpost::pack<{packed}, Plan>(layers.layer[{at}]); }}",
     ]
     return Unit(name, "\n".join(lines) + "\n", ("pack",))
+
+
+def units(bundle: Bundle, arch: str) -> list[Unit]:
+    """What packs a bundle's pages on `arch`, for float16 and bfloat16 models, each unit once: a layer at a time, and
+    all layers that are alike at once. Raises as `plan`."""
+    rope = bundle.model.rope
+    alike = Counter(geometry for layer in bundle.geometry.layers for geometry in layer)
+    found = []
+    for (geometry, count), dtype in product(alike.items(), (torch.float16, torch.bfloat16)):
+        turned = rope if geometry.format.domain == "pre_rope" else None
+        for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):
+            found.append(pack_unit("pack", geometry, turned, dtype, arch, layers))
+        if geometry.format.lowrank and geometry.format.sketch:
+            found.append(sketch_unit("pack-sketch", geometry, arch))
+    return list(dict.fromkeys(found))
 
 
 class Source(ctypes.Structure):
@@ -253,8 +319,23 @@ class Source(ctypes.Structure):
 
 
 _POINTERS = (
-    *("table", "lengths", "offsets", "heads", "records", "edges", "values", "scale", "zero", "lower", "upper", "mean"),
-    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "residual", "workspace", "status"),
+    *(
+        "table",
+        "lengths",
+        "offsets",
+        "heads",
+        "records",
+        "edges",
+        "values",
+        "scale",
+        "inverse",
+        "zero",
+        "lower",
+        "upper",
+        "mean",
+    ),
+    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
+    *("residual", "workspace", "status"),
 )
 
 
@@ -276,6 +357,12 @@ class Params(ctypes.Structure):
     )
 
 
+@functools.cache
+def layers_type(count: int) -> type[ctypes.Structure]:
+    """The kernel's argument: the parameters of so many layers."""
+    return type("Layers", (ctypes.Structure,), {"_fields_": (("layer", Params * count),)})
+
+
 def source(x: Tensor) -> Source:
     """x [b, tokens, h_kv, d] as a kernel takes it. Raises KernelError where 16 bytes of channels lie apart."""
     pieces = 16 // x.dtype.itemsize
@@ -295,42 +382,66 @@ STATUS = {
 }
 
 
-class Packer:
-    """Packs pages of one side of one layer. Makes its tables and kernels once; `prompt` and `step` only launch.
+def _rope_of(geometry: PageGeometry, rotation: Rotation | None) -> Rope | None:
+    """The rotary embedding that packing undoes."""
+    return rotation.rope if rotation and geometry.format.domain == "pre_rope" else None
 
-    codec: of the side, on a CUDA device. rotation: of the model, for keys stored before RoPE, or None. dtype: of the
-    numbers. name: of the unit.
+
+class Packer:
+    """Packs pages of one side of a layer, or of several layers with the same format and shape.
+
+    Makes its tables and kernels once; `prompt` and `step` only launch. codecs: of the layers, on a CUDA device.
+    rotation: of the model, for keys stored before RoPE, or None. dtype: of the numbers. name: of the unit.
+
+    With SIGNPOST_DEBUG=1 every call checks page ids before it launches and waits for what the kernel reports, so that
+    an error is raised where it was made; nothing can be captured then.
     """
 
-    def __init__(self, codec: Codec, rotation: Rotation | None, dtype: torch.dtype, name: str = "pack"):
-        geometry, self.device = codec.geometry, codec.device
-        fmt = geometry.format
-        rope = rotation.rope if rotation and fmt.domain == "pre_rope" else None
+    def __init__(
+        self, codecs: Codec | Sequence[Codec], rotation: Rotation | None, dtype: torch.dtype, name: str = "pack"
+    ):
+        self.codecs = [codecs] if isinstance(codecs, Codec) else list(codecs)
+        geometry, self.device = self.codecs[0].geometry, self.codecs[0].device
+        if any(codec.geometry != geometry for codec in self.codecs):
+            raise KernelError("layers of different formats or shapes: a packer is for layers that are alike")
+        rope = _rope_of(geometry, rotation)
         arch = jit.arch_of(self.device)
-        self.codec, self.geometry, self.dtype = codec, geometry, dtype
+        self.geometry, self.dtype = geometry, dtype
         self.plan = plan(geometry, rope, dtype, arch)
-        self.unit = pack_unit(name, geometry, rope, dtype, arch)
+        self.at_once = min(len(self.codecs), LAYERS_AT_ONCE)
+        self.unit = pack_unit(name, geometry, rope, dtype, arch, self.at_once)
         self.kernel = jit.load(self.unit, self.device).kernel("pack")
-        self.tables = device_tables(codec, rotation if rope else None)
+        self.tables = [device_tables(codec, rotation if rope else None, dtype) for codec in self.codecs]
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._debug = jit.switch("SIGNPOST_DEBUG")
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._sketcher = None
-        if fmt.lowrank and fmt.sketch:
+        if geometry.format.lowrank and geometry.format.sketch:
             self._sketch_plan = sketch_plan(geometry, arch)
             self._sketcher = jit.load(sketch_unit(f"{name}-sketch", geometry, arch), self.device).kernel("pack")
         self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        self._params = Params(status=self.status.data_ptr(), scaling=1.0, unscaling=1.0, prompt_first=NO_PROMPT)
-        for field, tensor in self.tables.items():
-            setattr(self._params, field, tensor.data_ptr())
+        self._params = [self._of_layer(tables, rope) for tables in self.tables]
+
+    @staticmethod
+    def begin(codec: Codec, rotation: Rotation | None, dtype: torch.dtype, name: str = "pack") -> None:
+        """Begins to compile what a packer of these arguments will load. Raises as `plan`."""
+        arch, rope = jit.arch_of(codec.device), _rope_of(codec.geometry, rotation)
+        jit.begin([pack_unit(name, codec.geometry, rope, dtype, arch)], codec.device)
+
+    def _of_layer(self, tables: dict[str, Tensor], rope: Rope | None) -> Params:
+        params = Params(status=self.status.data_ptr(), scaling=1.0, unscaling=1.0, prompt_first=NO_PROMPT)
+        for field, tensor in tables.items():
+            setattr(params, field, tensor.data_ptr())
         if rope:
-            self._params.scaling, self._params.unscaling = scalings(rope)
+            params.scaling, params.unscaling = scalings(rope)
+        return params
 
     def reserve(self, b: int, pages: int = 1) -> None:
         """Work space for launches of so many pages of b sequences, which few formats need (`plan.workspace`).
 
         To be called before a step is captured in a graph; launches that need more take it themselves.
         """
-        size = self.plan.ctas * pages * b * self.plan.workspace
+        size = self.at_once * self.plan.ctas * pages * b * self.plan.workspace
         if self._workspace.numel() < size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -345,15 +456,16 @@ class Packer:
         ring: Tensor | None = None,
         offsets: Tensor | None = None,
         segments: Tensor | None = None,
+        layer: int = 0,
     ) -> None:
         """Packs `pages` pages from `first_page` on of every sequence into the ids that the table has for them.
 
         x [b, n, h_kv, d]: tokens from number `first_token` on; older ones come from ring [b, capacity, h_kv, d], where
         token n behind the sinks is at n % capacity. table int32 [b, at least first_page + pages]. offsets: int32 [b],
         positions of token 0, or None. segments: int64 on the device, ids of segments to fill, for formats with factors:
-        for each sequence as many as `geometry.segments` says for `pages` pages at once.
+        for each sequence as many as `geometry.segments` says for `pages` pages at once. layer: number of the codec.
         """
-        params = self._bound(pool, table, offsets)
+        params = self._bound(layer, pool, table, offsets)
         params.prompt, params.prompt_first = source(self._checked(x)), first_token
         if ring is not None:
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
@@ -363,9 +475,11 @@ class Packer:
                 f"page {first_page} begins at token {oldest}, before the first given one ({first_token}): pass the ring"
             )
         b = table.shape[0]
+        if self._debug:
+            check_ids(table[:, first_page : first_page + pages], first_page, pool.capacity)
         if not self.geometry.format.lowrank:
             params.first_page = first_page
-            self._launch(self.kernel, self.plan, params, b, pages)
+            self._launch(self.kernel, self.plan, [params], b, pages)
             return
         each = self.geometry.segments(pages, pages)
         if segments is None or segments.numel() != b * each:
@@ -378,24 +492,42 @@ class Packer:
 
     def step(
         self,
-        pool: PagePool,
+        pools: PagePool | Sequence[PagePool],
         table: Tensor,
-        ring: Tensor,
+        rings: Tensor | Sequence[Tensor],
         lengths: Tensor,
         fresh: int = 1,
         offsets: Tensor | None = None,
     ) -> None:
         """Packs the page that has just filled, of each sequence where one has: lengths, int32 [b] on the device, say.
 
-        lengths: cached tokens, the last `fresh` (at most t) of them new since the last call. ring, table, offsets: as
-        in `prompt`. Raises KernelError for formats with factors.
+        All layers in one launch (of LAYERS_AT_ONCE each), so that a step in which no page fills costs next to nothing.
+        pools, rings: of each layer; lengths: cached tokens, the last `fresh` (at most t) of them new since the last
+        call. rings, table, offsets: as in `prompt`, all layers have the same. Raises KernelError for formats with
+        factors.
         """
         if self.geometry.format.lowrank:
             raise KernelError("factors are found by torch, and the host has to know which pages fill: use `prompt`")
-        params = self._bound(pool, table, offsets)
-        params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
-        params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
-        self._launch(self.kernel, self.plan, params, table.shape[0], 1)
+        pools = [pools] if isinstance(pools, PagePool) else pools
+        rings = [rings] if isinstance(rings, Tensor) else rings
+        if not len(pools) == len(rings) == len(self.codecs):
+            raise KernelError(f"{len(pools)} pools and {len(rings)} rings for {len(self.codecs)} layers")
+        if self._debug:
+            self._check_step(pools, table, lengths, fresh)
+        layers = []
+        for i, (pool, ring) in enumerate(zip(pools, rings, strict=True)):
+            params = self._bound(i, pool, table, offsets)
+            params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
+            params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
+            layers.append(params)
+        for first in range(0, len(layers), self.at_once):
+            self._launch(self.kernel, self.plan, layers[first : first + self.at_once], table.shape[0], 1)
+
+    def _check_step(self, pools: Sequence[PagePool], table: Tensor, lengths: Tensor, fresh: int) -> None:
+        window, t = self.geometry.format.window, self.geometry.shape.t
+        for i, n in enumerate(lengths.tolist()):
+            if (full := window.pages(n, t)) > window.pages(n - fresh, t):
+                check_ids(table[i : i + 1, full - 1 : full], full - 1, min(pool.capacity for pool in pools), i)
 
     def check(self) -> None:
         """Waits for the kernels so far and raises KernelError if one of them met what it cannot pack."""
@@ -412,21 +544,28 @@ class Packer:
             )
         return x
 
-    def _bound(self, pool: PagePool, table: Tensor, offsets: Tensor | None) -> Params:
-        params = Params.from_buffer_copy(self._params)
+    def _bound(self, layer: int, pool: PagePool, table: Tensor, offsets: Tensor | None) -> Params:
+        params = Params.from_buffer_copy(self._params[layer])
         params.table, params.table_stride = _int32(table, "block table"), table.stride(0)
         params.offsets = None if offsets is None else _int32(offsets, "offsets")
         params.heads, params.records = pool.heads.data_ptr(), pool.records.data_ptr()
         params.capacity_pages = pool.capacity
         return params
 
-    def _launch(self, kernel: jit.Kernel, p: Plan, params: Params, b: int, pages: int) -> None:
+    def _launch(self, kernel: jit.Kernel, p: Plan, layers: Sequence[Params], b: int, pages: int) -> None:
         if not b or not pages:
             return
         if p.workspace:
             self.reserve(b, pages)
-            params.workspace = self._workspace.data_ptr()
-        kernel.launch((pages * p.ctas, b, 1), p.threads, p.shared, params, jit.current_stream(self._index))
+            for i, params in enumerate(layers):
+                params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
+        argument = layers_type(kernel.params_size // ctypes.sizeof(Params))()
+        for i, params in enumerate(layers):
+            argument.layer[i] = params
+        grid = (pages * p.ctas, b, len(layers))
+        kernel.launch(grid, p.threads, p.shared, argument, jit.current_stream(self._index))
+        if self._debug:
+            self.check()
 
     def _with_factors(
         self, params: Params, pool: PagePool, table: Tensor, b: int, pages: int, segments: Tensor
@@ -437,7 +576,7 @@ class Packer:
         assert part is not None
         left = torch.empty(b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
         params.residual = left.data_ptr()
-        self._launch(self.kernel, self.plan, params, b, pages)
+        self._launch(self.kernel, self.plan, [params], b, pages)
         ids = table[:, params.first_page : params.first_page + pages].long()
         for i in range(b):
             fields, product = lowrank.encode(part, shape, left[i], None, {}, pages)
@@ -449,7 +588,18 @@ class Packer:
             rest.prompt = source(left.flatten(1, 2))
             rest.prompt_first = params.first_page * shape.t + self.geometry.format.window.sinks
             rest.residual = None
-            self._launch(self._sketcher, self._sketch_plan, rest, b, pages)
+            self._launch(self._sketcher, self._sketch_plan, [rest], b, pages)
+
+
+def check_ids(ids: Tensor, first_page: int, capacity: int, first_sequence: int = 0) -> None:
+    """Raises KernelError where ids [sequences, pages] of a block table are not in a pool of `capacity` pages."""
+    wrong = ((ids < 0) | (ids >= capacity)).nonzero()
+    if len(wrong):
+        i, page = wrong[0].tolist()
+        raise KernelError(
+            f"block table: page {first_page + page} of sequence {first_sequence + i} has id {int(ids[i, page])}, the "
+            f"pool has pages 0 to {capacity - 1}: give every page that is packed one of them"
+        )
 
 
 def _int32(x: Tensor, what: str) -> int:
@@ -464,19 +614,80 @@ def scalings(rope: Rope) -> tuple[float, float]:
     return rope.scaling, float(1.0 / squared)
 
 
-def device_tables(codec: Codec, rotation: Rotation | None) -> dict[str, Tensor]:
-    """Contiguous float32 tensors (masks: uint8) that the kernel reads, by their names in `Params`."""
+def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
+
+    float32 but for masks (uint8) and for matrices, which are fragments of pieces (int16) as `cuda/pack_matrix.cuh` has
+    them. Raises KernelError where a head has more outlier channels than the format allows.
+    """
     fmt, tables = codec.geometry.format, codec.tables
+    direct = is_direct(codec.geometry, dtype)
+    piece = dtype if direct else torch.bfloat16
     found: dict[str, Tensor] = {}
     if fmt.dense:
-        found["values"] = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
-        found["edges"] = dense.edges(fmt.dense, found["values"], tables)
-    for name in ("scale", "zero", "lower", "upper", "mean", "rotation", "outlier_mask"):
-        if name in tables:
-            found[name] = tables[name]
-    for name in ("sketch", "outlier_sketch"):
-        if name in tables:
-            found[name] = tables[name].T
+        values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
+        found |= {"values": values.float(), "edges": dense.edges(fmt.dense, values, tables).float()}
+    found |= {name: tables[name].float() for name in ("scale", "zero", "lower", "upper", "mean") if name in tables}
+    if "scale" in found:
+        found["inverse"] = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)
     if rotation is not None:
-        found["inv_freq"] = rotation.inv_freq
-    return {name: (x if name == "outlier_mask" else x.float()).contiguous() for name, x in found.items()}
+        found["inv_freq"] = rotation.inv_freq.float()
+    if fmt.rotate:
+        first = direct and codec.geometry.shape.side == "value"
+        found["rotation"] = fragments(tables["rotation"], piece, MATRIX_SCALE, first_operand=first)
+    if fmt.sketch:
+        found["sketch"] = fragments(tables["sketch"].T, piece)
+    if fmt.sketch and fmt.sketch.outliers:
+        found["outlier_mask"] = tables["outlier_mask"]
+        if direct:
+            found |= _outlier_tables(tables["outlier_mask"], tables["outlier_sketch"].T.float(), piece, codec.geometry)
+        else:
+            found["outlier_sketch"] = fragments(tables["outlier_sketch"].T, piece)
+    return {name: x.contiguous() for name, x in found.items()}
+
+
+def _outlier_tables(mask: Tensor, matrix: Tensor, piece: torch.dtype, geometry: PageGeometry) -> dict[str, Tensor]:
+    """The products of each head's outlier channels alone: channels int16 [h_kv, 16 steps], -1 for none, their rows of
+    matrix [d, m] as fragments, and words of two bytes [h_kv, d] with all bits set where a channel is none of them."""
+    room = 16 * outlier_steps(geometry)
+    if (most := int(mask.bool().sum(1).max())) > room:
+        raise KernelError(f"outlier_mask has {most} channels of one head, the format has room for {room}")
+    order = torch.sort(mask.bool().int(), dim=1, descending=True, stable=True).indices
+    order = torch.nn.functional.pad(order, (0, max(0, room - order.shape[1])))[:, :room]
+    there = torch.arange(room, device=mask.device) < mask.bool().sum(1, keepdim=True)
+    rows = matrix[order] * there[..., None]
+    return {
+        "outlier_channels": torch.where(there, order, -1).to(torch.int16),
+        "outlier_sketch": torch.stack([fragments(x, piece, order=torch.arange(room)) for x in rows]),
+        "kept_words": (mask.bool().to(torch.int16) - 1),
+    }
+
+
+def fragments(
+    matrix: Tensor,
+    piece: torch.dtype,
+    scale: float | None = None,
+    order: Tensor | None = None,
+    first_operand: bool = False,
+) -> Tensor:
+    """A matrix [k, n] as `cuda/pack_matrix.cuh` reads it: int16 [n / 16, k / 16, pieces, 32 lanes, 8].
+
+    piece: of which dtype its pieces are, float16 (two, times `scale`, by default a power of two near 512 over the
+    largest number) or bfloat16 (three). order: int64 [k], the row that each place of the steps multiplies; by default
+    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction.
+    """
+    k, n = matrix.shape
+    if order is None:
+        step, lane, i = torch.meshgrid(torch.arange(k // 16), torch.arange(4), torch.arange(4), indexing="ij")
+        order = (step // 2 * 32 + lane * 8 + step % 2 * 4 + i).flatten()
+    rest = matrix.float()[order.to(matrix.device)]
+    if piece == torch.float16:
+        rest = rest * (scale if scale is not None else 2.0 ** (9 - ceil(log2(max(float(rest.abs().max()), 2**-100)))))
+    pieces = []
+    for _ in range(2 if piece == torch.float16 else 3):
+        pieces.append(rest.to(piece))
+        rest = rest - pieces[-1].float()
+    # [pieces, steps, lanes of a row, halves of 8 channels, 2, sixteens, halves of 8 columns, columns]
+    found = torch.stack(pieces).view(torch.int16).view(len(pieces), k // 16, 4, 2, 2, n // 16, 2, 8)
+    in_turn = (3, 6) if first_operand else (6, 3)
+    return found.permute(5, 1, 0, 7, 2, *in_turn, 4).reshape(n // 16, k // 16, len(pieces), 32, 8).contiguous()

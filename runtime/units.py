@@ -85,7 +85,8 @@ def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
     """
     d = key.shape.d
-    source = f"""#include "merge.cuh"
+    source = f"""#include "attend.cuh"
+#include "merge.cuh"
 {side_struct("Key", key, rope)}
 {side_struct("Value", value, None)}
 struct Shape {{
@@ -95,7 +96,7 @@ struct Shape {{
     static constexpr int D = {d}, ROWS = {rows};
 }};
 using Plan = signpost::Plan<Shape>;
-extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_stages = Plan::STAGES;
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_phases = Plan::PHASES;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, 1)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
@@ -107,7 +108,7 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     signpost::Merge<Shape>::run(params, shared);
 }}
 """
-    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_stages"))
+    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_phases"))
 
 
 def units(bundle: Bundle) -> list[Unit]:

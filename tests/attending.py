@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from artifacts import Bundle
 from runtime import KVCache
 from runtime.cache import Side
 from runtime.parts import MODULES
@@ -39,6 +40,14 @@ def filled(case: Case, lengths: list[int]) -> KVCache:
     kv.layers[0].attend(q, k, v, positions, valid, case.d**-0.5)
     assert kv.lengths == lengths
     return kv
+
+
+def pool_bytes(bundle: Bundle, tokens: int, b: int, most: int) -> int:
+    """A float32 cache's budget: windows and tables for b sequences of at most `most` tokens, pages for `tokens`."""
+    windows = bundle.geometry.cache_bytes(0, 4)
+    sides = [side.format for layer in bundle.geometry.layers for side in layer]
+    tables = sum(4 * fmt.window.pages(most, fmt.t) for fmt in sides)
+    return b * (windows + tables) + bundle.geometry.cache_bytes(tokens, 4) - windows
 
 
 def decoding_error(side: Side, sequence: int, n: int) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from artifacts import Format, PageGeometry
+from artifacts import Dense, Format, PageGeometry, Rotate, Sketch
 from artifacts.geometry import SEGMENT_PAGES
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.rope import Rotation
@@ -44,7 +44,7 @@ def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) ->
     """Numbers [..., h_kv, d] of a kind.
 
     smooth: like a cache's. grid: on a grid, so that many are equal and squares add up exactly. equal: few distinct.
-    huge: one head holds nearly all outliers.
+    huge: one head holds nearly all outliers. full: one head holds nothing else, many of them equal.
     """
     x = cache_numbers(shape, seed)
     if kind == "grid":
@@ -53,6 +53,8 @@ def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) ->
         x = np.sign(x) * (np.abs(x) > 2) + 0.0  # which of two zeros a range ends at is open
     elif kind == "huge":
         x[..., 0, :] *= 50
+    elif kind == "full":
+        x[..., 0, :] = 60 + on_grid(x[..., 0, :].clip(-1, 1))
     return torch.from_numpy(x.astype(np.float32)).to(dtype)
 
 
@@ -138,4 +140,20 @@ def sides() -> list[tuple[str, PageGeometry, Any]]:
         rope = CASES[1].rope
         for side, fmt in (("key", formats.key), ("value", formats.value)):
             found.append((f"{name}.{side}", PageGeometry.of(fmt, 8, 128, side), rope))
+    return found
+
+
+def direct_sides() -> list[tuple[str, PageGeometry, Any]]:
+    """Formats that `cuda/pack_direct.cuh` packs: rotated with norms, and sketches alone; as in `sides`."""
+    rope, found = CASES[1].rope, []
+    rotated = [(3, 4, 128, 64), (2, 3, 64, 16), (1, 1, 256, 32), (4, 8, 128, 32), (8, 2, 64, 64), (3, 5, 256, 16)]
+    for bits, h_kv, d, t in rotated:
+        dense = Dense(bits, "head", codebook="lloyd" if bits < 8 else "uniform", normalize="norm")
+        fmt = Format(t, dense, rotate=Rotate("haar"))
+        for side in ("key", "value"):
+            found.append((f"rotated-{bits}bit-d{d}-{h_kv}.{side}", PageGeometry.of(fmt, h_kv, d, side), rope))
+    few, many = Sketch(256, "orthogonal", 8, 64), Sketch(96, "gaussian", 20, 32)
+    for part, h_kv, d, t in ((few, 4, 128, 64), (Sketch(32, "gaussian"), 3, 64, 16), (many, 1, 256, 32)):
+        geometry = PageGeometry.of(Format(t, sketch=part), h_kv, d, "key")
+        found.append((f"sketch-{part.m}-d{d}-{h_kv}.key", geometry, rope))
     return found

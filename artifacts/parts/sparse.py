@@ -2,9 +2,10 @@
 
 An outlier's correction is exact to float16 (relative 2**-11 of the correction), so parts stay a plain sum and a kernel
 adds its outliers without knowing their codes. Outliers of all kv heads of a page share one list, sorted by head and
-position, so a head that is rich in outliers borrows from one that is poor. A position is (block of 256 numbers, index
-in the block): 3 bytes an outlier and 1 byte a block. Sources: KVQuant (dense-and-sparse, per vector and per matrix),
-GEAR (filter).
+position (`artifacts.order.fragment_order`), so a head that is rich in outliers borrows from one that is poor. A
+position is (tile of 16 tokens, block of 256 numbers, index in the block): 3 bytes an outlier, 1 byte a block, 4 bytes a
+tile. A block is what a warp's matrix instruction takes at once, the index says where in it. Sources: KVQuant
+(dense-and-sparse, per vector and per matrix), GEAR (filter).
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Literal
 
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
+from artifacts.order import TILE
 
 BLOCK = 256  # numbers per block: an index fits one byte
 BLOCK_LIMIT = 255  # outliers per block: the count fits one byte
@@ -51,8 +53,15 @@ class Sparse:
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where the part does not fit a page of this shape."""
-        if shape.t * shape.d % BLOCK:
-            raise FormatError(f"a page of {shape.t} tokens x {shape.d} channels is not a multiple of {BLOCK} numbers")
+        if shape.t % TILE:
+            raise FormatError(
+                f"outliers of t={shape.t} tokens are not listed in tiles of {TILE}: take a multiple of {TILE}"
+            )
+        if TILE * shape.d % BLOCK:
+            raise FormatError(
+                f"head dimension {shape.d} is not a multiple of {BLOCK // TILE}: tiles of {TILE} tokens need whole "
+                f"blocks of {BLOCK} numbers to list outliers"
+            )
 
     def per_end(self, shape: PageShape) -> int:
         """Outliers at each end of one vector (a token's h_kv * d numbers, a channel's t), for online thresholds."""
@@ -66,10 +75,11 @@ class Sparse:
         return min(shape.numbers, ceil(self.capacity * self.fraction * shape.numbers))
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
-        """start: where each head's list begins, and the end; count: outliers per block; index, correction: lists."""
+        """start: where the list of each head and tile begins, and the end; count: outliers per block of each head;
+        index, correction: lists."""
         n = self.slots(shape)
         return (
-            Field("start", "uint32", (shape.h_kv + 1,), "layer"),
+            Field("start", "uint32", (shape.h_kv * shape.t // TILE + 1,), "layer"),
             Field("count", "uint8", (shape.h_kv, shape.t * shape.d // BLOCK), "layer"),
             Field("index", "uint8", (n,), "layer"),
             Field("correction", "float16", (n,), "layer"),

@@ -4,8 +4,9 @@ A file offers `pending`, which says what the part still needs, and the fits them
 leave a number of the format open, the file also offers `chosen`, which puts it in as soon as all is observed.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -13,23 +14,58 @@ from artifacts import Format
 from artifacts.fields import PageShape
 from calib.choices import Open
 from calib.config import MethodConfig
+from calib.statistics import Statistic
 
 
-class Fit(Protocol):
+class Fit:
     """Something that observes all pages of one side of one layer, and then knows some of its tensors.
 
-    title      what is being found, for the progress display
-    gradients  whether it needs the loss's gradients
+    Observing is apart from fitting: several recipes may fit from what was collected once.
+
+    title       what is being found, for the progress display
+    gradients   whether it needs the loss's gradients
+    statistics  what it has seen, by name
     """
 
-    title: str
-    gradients: bool
+    title: ClassVar[str]
+    gradients: bool = False
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        """Takes in pages float32 [p, t, h_kv, d]; outliers (bool) and gradient have the same shape or are None."""
+    def __init__(self, **statistics: Any):
+        self.statistics: dict[str, Any] = statistics
+
+    def sees(self) -> dict[str, Any]:
+        """Settings that its statistics depend on, besides the pages, outliers and gradients: plain data."""
+        return {}
+
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
+        """Takes in pages float32 [p, t, h_kv, d]; outliers (bool) and gradient have the same shape or are None.
+
+        lane: to which of the ordered sums the pages belong, see `calib.statistics.LaneSums`.
+        """
+        raise NotImplementedError
+
+    def collected(self) -> dict[str, Tensor]:
+        """What `fit` reads, of everything that was observed; small, and the same on any number of ranks."""
+        raise NotImplementedError
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names that the part declares, or that its `chosen` reads."""
+        raise NotImplementedError
 
     def result(self) -> dict[str, Tensor]:
-        """Tensors by the names that the part declares, or that its `chosen` reads."""
+        """What `fit` finds in what was observed."""
+        return self.fit(self.collected())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State of all statistics: `<statistic>.<tensor>`."""
+        found: dict[str, Statistic] = self.statistics
+        return {f"{name}.{t}": tensor for name, s in found.items() for t, tensor in s.tensors().items()}
+
+    def absorb(self, tensors: Mapping[str, Tensor]) -> None:
+        """Merges with the state of another fit of the same settings."""
+        for name, statistic in self.statistics.items():
+            prefix = f"{name}."
+            statistic.absorb({t.removeprefix(prefix): x for t, x in tensors.items() if t.startswith(prefix)})
 
 
 class Side(NamedTuple):

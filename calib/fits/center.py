@@ -1,9 +1,12 @@
 """Fits `center`: the mean of every channel."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from calib.fits import Fit, Side
+from calib.statistics import LaneSums
 
 
 def pending(side: Side) -> Fit | None:
@@ -11,19 +14,22 @@ def pending(side: Side) -> Fit | None:
     return MeanFit() if side.format.center and "mean" not in side.tables else None
 
 
-class MeanFit:
+class MeanFit(Fit):
     """Mean of each channel over all tokens, added up in float64."""
 
     title = "means"
-    gradients = False
 
     def __init__(self) -> None:
-        self.total, self.count = torch.zeros((), dtype=torch.float64), 0
+        super().__init__(total=LaneSums(), count=LaneSums())
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        self.total = self.total.to(pages.device) + pages.sum((0, 1), dtype=torch.float64)
-        self.count += pages.shape[0] * pages.shape[1]
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
+        self.statistics["total"].add(pages.sum((0, 1), dtype=torch.float64), lane)
+        tokens = pages.shape[0] * pages.shape[1]
+        self.statistics["count"].add(torch.tensor(tokens, dtype=torch.float64, device=pages.device), lane)
 
-    def result(self) -> dict[str, Tensor]:
+    def collected(self) -> dict[str, Tensor]:
+        return {name: sums.total().cpu() for name, sums in self.statistics.items()}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """mean: float32 [h_kv, d]."""
-        return {"mean": (self.total / self.count).float()}
+        return {"mean": (collected["total"] / collected["count"]).float()}

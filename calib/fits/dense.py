@@ -1,5 +1,8 @@
 """Fits `dense`: ranges of channels, signposts (KVQuant section 3.2) and their Q-Norm (its first version, 3.5)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +12,9 @@ from artifacts.errors import SignpostError
 from artifacts.fields import PageShape
 from artifacts.parts import Dense
 from calib.fits import Fit, Side
+from calib.histograms import histogram, moments
 from calib.signposts import WeightedHistogram, fit_signposts
+from calib.statistics import Bounds, LaneSums
 from runtime.parts import dense
 
 
@@ -29,24 +34,25 @@ def pending(side: Side) -> Fit | None:
     return None
 
 
-class RangeFit:
+class RangeFit(Fit):
     """Scale and zero point of each channel from the extremes of its numbers, outliers left out."""
 
     title = "ranges"
-    gradients = False
 
     def __init__(self) -> None:
-        self.low, self.high = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+        super().__init__(bounds=Bounds())
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
         low = pages if outliers is None else pages.masked_fill(outliers, torch.inf)
         high = pages if outliers is None else pages.masked_fill(outliers, -torch.inf)
-        self.low = torch.minimum(self.low.to(pages.device), low.amin((0, 1)))
-        self.high = torch.maximum(self.high.to(pages.device), high.amax((0, 1)))
+        self.statistics["bounds"].observe(low.amin((0, 1)), high.amax((0, 1)))
 
-    def result(self) -> dict[str, Tensor]:
+    def collected(self) -> dict[str, Tensor]:
+        return {name: x.cpu() for name, x in self.statistics["bounds"].tensors().items()}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """scale, zero: float32 [h_kv, d]. A channel that has nothing but outliers gets 0 for both."""
-        return ranges(self.low, self.high)
+        return ranges(collected["low"], collected["high"])
 
 
 def ranges(lower: Tensor, upper: Tensor) -> dict[str, Tensor]:
@@ -58,7 +64,7 @@ def ranges(lower: Tensor, upper: Tensor) -> dict[str, Tensor]:
     }
 
 
-class SignpostFit:
+class SignpostFit(Fit):
     """Signposts of one side of one layer: they minimize sum_i w_i (a_i - Q(a_i))^2 over its normalized numbers a_i.
 
     weights: none (w = 1), fisher (w = F_ii, the squared gradient) or fisher_scaled (w = F_ii * s_i^2, KVQuant equation
@@ -68,40 +74,48 @@ class SignpostFit:
     title = "signposts"
 
     def __init__(self, part: Dense, weights: str, bins: int, tables: dict[str, Tensor], name: str = "this side"):
-        self.part, self.weights, self.tables, self.name = part, weights, tables, name
+        super().__init__(weighted=LaneSums())
+        self.part, self.weights, self.bins, self.tables, self.name = part, weights, bins, tables, name
         self.gradients = weights != "none"
-        self.histogram = self.counts = WeightedHistogram.empty(bins)
+        if part.codebook == "nuq-qnorm":
+            self.statistics["counts"] = LaneSums()
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
+    def sees(self) -> dict[str, Any]:
+        part = {name: getattr(self.part, name) for name in ("axis", "group", "scales", "normalize")}
+        return part | {"weights": self.weights, "bins": self.bins, "counts": "counts" in self.statistics}
+
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
         t, h_kv, d = pages.shape[1:]
         shape = PageShape(t, h_kv, d, "key")  # of values it would be the same: only storing knows the side
         normalized, scale = dense.normalize(self.part, shape, pages, outliers, self.tables)
-        weight = torch.ones_like(pages) if gradient is None or self.weights == "none" else gradient.square()
-        if self.weights == "fisher_scaled":
-            weight = weight * scale.square()
         kept = (scale > 0).expand_as(pages)
-        kept = kept if outliers is None else kept & ~outliers
-        numbers, weights = (x[kept].cpu().numpy() for x in (normalized.clamp(-1, 1), weight))
-        self.histogram = self.histogram.merge(WeightedHistogram.of(numbers, weights, self.histogram.bins))
-        if self.part.codebook == "nuq-qnorm":
-            ones = np.ones_like(numbers)
-            self.counts = self.counts.merge(WeightedHistogram.of(numbers, ones, self.counts.bins))
+        kept = (kept if outliers is None else kept & ~outliers).double()
+        weight = kept
+        if gradient is not None and self.weights != "none":
+            size = gradient.double() if self.weights == "fisher" else gradient.double() * scale
+            weight = kept * size.square()
+        self.statistics["weighted"].add(moments(normalized, weight, self.bins), lane)
+        if "counts" in self.statistics:
+            self.statistics["counts"].add(moments(normalized, kept, self.bins), lane)
 
-    def result(self) -> dict[str, Tensor]:
+    def collected(self) -> dict[str, Tensor]:
+        return {name: sums.total().cpu() for name, sums in self.statistics.items()}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """signposts: float32 [2**bits], ascending; with Q-Norm also edges: float32 [2**bits - 1].
 
         Raises SignpostError where no number has any weight.
         """
-        if not self.histogram.weight.any():
+        if not collected["weighted"][0].any():
             raise SignpostError(
                 f"{self.name}: no number has any weight for the signposts, because all gradients are zero or all "
                 "numbers are equal: check that the model uses this layer, or set method.weights=none"
             )
-        values = fit_signposts(self.histogram, 1 << self.part.bits).values
+        values = fit_signposts(histogram(collected["weighted"]), 1 << self.part.bits).values
         if self.part.codebook != "nuq-qnorm":
             return {"signposts": torch.from_numpy(values).float()}
         between = 0.5 * (values[:-1] + values[1:])
-        found = {"signposts": q_norm(values, between, self.counts), "edges": between}
+        found = {"signposts": q_norm(values, between, histogram(collected["counts"])), "edges": between}
         return {name: torch.from_numpy(numbers).float() for name, numbers in found.items()}
 
 

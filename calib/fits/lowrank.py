@@ -7,8 +7,9 @@ question open (section 6.1); where the budget goes is decided by `method.weights
 count times the mean squared gradient of its numbers, which is what an error there costs the loss.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from artifacts import LowRank
 from artifacts.geometry import SEGMENT_PAGES
 from calib.fits import Fit, Side
+from calib.statistics import LaneSums
 from runtime.parts import MODULES
 
 SPECTRA = {"lowrank.rank": "spectrum", "lowrank.block_rank": "block_spectrum"}  # open number: table
@@ -28,30 +30,38 @@ def pending(side: Side) -> Fit | None:
     return None
 
 
-class SpectrumFit:
+class SpectrumFit(Fit):
     """Squared singular values of what the parts before leave, per head, added up over segments: of prompts (up to 64
     pages of a sample together, as a prompt is packed) and of single pages. Sums, so parts of the samples merge."""
 
     title = "spectra"
 
     def __init__(self, side: Side):
+        super().__init__(spectrum=LaneSums(), block_spectrum=LaneSums())
         self.side = side
         self.gradients = side.method.weights != "none"
-        self.spectra = {name: torch.zeros((), dtype=torch.float64) for name in SPECTRA.values()}
-        self.gradient = torch.zeros((), dtype=torch.float64)
+        if self.gradients:
+            self.statistics["gradient"] = LaneSums()
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
+    def sees(self) -> dict[str, Any]:
+        parts = {name: asdict(part) for name, part in self.side.format.parts.items() if name != "lowrank"}
+        return {"parts": parts, "gradients": self.gradients}
+
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
         left = self._left(pages, outliers)
         for segment in left.split(SEGMENT_PAGES):
-            self._add("spectrum", segment.flatten(0, 1).transpose(0, 1))
-        self._add("block_spectrum", left.transpose(1, 2))
-        if gradient is not None:
-            self.gradient = self.gradient.to(pages.device) + gradient.double().square().sum((0, 1, 3))
+            self._add("spectrum", segment.flatten(0, 1).transpose(0, 1), lane)
+        self._add("block_spectrum", left.transpose(1, 2), lane)
+        if gradient is not None and self.gradients:
+            self.statistics["gradient"].add(gradient.double().square().sum((0, 1, 3)), lane)
 
-    def result(self) -> dict[str, Tensor]:
+    def collected(self) -> dict[str, Tensor]:
+        return {name: sums.total().cpu() for name, sums in self.statistics.items()}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """spectrum, block_spectrum: float64 [d], descending, summed over heads."""
-        weight = self.gradient[:, None] if self.gradients else torch.ones((), dtype=torch.float64)
-        return {name: (energies * weight.to(energies.device)).sum(0).cpu() for name, energies in self.spectra.items()}
+        weight = collected["gradient"][:, None] if self.gradients else 1.0
+        return {name: (collected[name] * weight).sum(0) for name in SPECTRA.values()}
 
     def _left(self, pages: Tensor, outliers: Tensor | None) -> Tensor:
         """Pages [p, t, h_kv, d] less the parts that come before the factors."""
@@ -63,11 +73,10 @@ class SpectrumFit:
             left = left - MODULES[name].encode(part, self.side.shape, left, outliers, tables)[1]
         return left
 
-    def _add(self, name: str, matrices: Tensor) -> None:
+    def _add(self, name: str, matrices: Tensor, lane: int) -> None:
         """Adds squared singular values of matrices [..., h_kv, n, d] to the sums, [h_kv, d]."""
         found = squares(matrices)
-        total = found.view(-1, *found.shape[-2:]).sum(0)
-        self.spectra[name] = self.spectra[name].to(matrices.device) + total
+        self.statistics[name].add(found.view(-1, *found.shape[-2:]).sum(0), lane)
 
 
 def squares(matrices: Tensor) -> Tensor:

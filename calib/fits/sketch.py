@@ -1,6 +1,6 @@
 """Fits `sketch`: random matrices, and which channels of a head have their own sketch (QJL, sections 3 and 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from zlib import crc32
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from artifacts.parts import Sketch
 from calib.fits import Fit, Side
+from calib.statistics import LaneSums
 
 
 def pending(side: Side) -> Fit | None:
@@ -41,32 +42,36 @@ def matrix(m: int, d: int, rows: str, generator: torch.Generator) -> Tensor:
     return torch.cat(blocks).float()
 
 
-class MaskFit:
+class MaskFit(Fit):
     """The channels of each head with the largest root mean square: `outliers` of them or, with a share, all that hold
     at least that share of the head's squared norm (a channel that is like the others holds 1 / d), at most d - 1."""
 
     title = "outlier channels"
-    gradients = False
 
     def __init__(self, part: Sketch, share: float | None = None):
-        self.part, self.share, self.total = part, share, torch.zeros((), dtype=torch.float64)
+        super().__init__(squares=LaneSums())
+        self.part, self.share = part, share
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        self.total = self.total.to(pages.device) + pages.double().square().sum((0, 1))
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
+        self.statistics["squares"].add(pages.double().square().sum((0, 1)), lane)
 
-    def result(self) -> dict[str, Tensor]:
+    def collected(self) -> dict[str, Tensor]:
+        return {"squares": self.statistics["squares"].total().cpu()}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """outlier_mask: uint8 [h_kv, d]."""
-        order = self.total.argsort(dim=1, descending=True, stable=True)
-        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        mask = torch.zeros_like(order).scatter(1, order, (places < self._counts()).long())
+        squares = collected["squares"]
+        order = squares.argsort(dim=1, descending=True, stable=True)
+        places = torch.arange(order.shape[1]).expand_as(order)
+        mask = torch.zeros_like(order).scatter(1, order, (places < self._counts(squares)).long())
         return {"outlier_mask": mask.to(torch.uint8)}
 
-    def _counts(self) -> Tensor:
+    def _counts(self, squares: Tensor) -> Tensor:
         """Outlier channels of each head, [h_kv, 1]."""
         if self.share is None:
-            return torch.full_like(self.total[:, :1], self.part.outliers)
-        enough = (self.total >= self.share * self.total.sum(1, keepdim=True)) & (self.total > 0)
-        return enough.sum(1, keepdim=True).clamp_max(self.total.shape[1] - 1)
+            return torch.full_like(squares[:, :1], self.part.outliers)
+        enough = (squares >= self.share * squares.sum(1, keepdim=True)) & (squares > 0)
+        return enough.sum(1, keepdim=True).clamp_max(squares.shape[1] - 1)
 
 
 def chosen(sides: Sequence[Side]) -> list[Side]:

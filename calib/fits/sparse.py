@@ -1,13 +1,15 @@
-"""Fits `sparse`: thresholds between outliers and the rest, from exact quantiles."""
+"""Fits `sparse`: thresholds between outliers and the rest, from quantiles."""
 
+from collections.abc import Mapping
 from math import ceil
+from typing import Any
 
 from torch import Tensor
 
 from artifacts.errors import SignpostError
 from artifacts.parts import Sparse
 from calib.fits import Fit, Side
-from calib.statistics import Extremes
+from calib.quantiles import ends, tails
 
 
 def pending(side: Side) -> Fit | None:
@@ -18,32 +20,38 @@ def pending(side: Side) -> Fit | None:
     return None
 
 
-class ThresholdFit:
+class ThresholdFit(Fit):
     """Outlier thresholds such that ceil(fraction/2 * N) of each vector's N distinct numbers lie outside, at each end.
 
     KVQuant: per vector (axis channel), or one pair for the layer (axis matrix). tokens: how many will be observed.
+    Exact where lists of the outliers are short (up to 1023 at an end of a channel, 32767 of a layer); beyond, at most
+    1/2047 (1/65535) of the vector's range off, see `calib.quantiles`.
     Raises SignpostError where they are too few to have a middle.
     """
 
     title = "thresholds"
-    gradients = False
 
     def __init__(self, part: Sparse, tokens: int, h_kv: int, d: int):
-        self.part = part
+        self.part, self.shape = part, (h_kv, d) if part.axis == "channel" else (1, 1)
         numbers = tokens if part.axis == "channel" else tokens * h_kv * d
         outside = ceil(part.fraction / 2 * numbers)
         if 2 * outside >= numbers:
             raise SignpostError(
                 f"{tokens} calibration tokens are too few for outliers={part.fraction:g}: raise samples or seqlen"
             )
-        self.extremes = Extremes(outside + 1)
+        self.inside = outside + 1  # the first number inside, counted from the end
+        super().__init__(tails=tails(self.inside, self.shape[0] * self.shape[1]))
 
-    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> None:
-        self.extremes.observe(pages.flatten(0, 1) if self.part.axis == "channel" else pages.reshape(-1, 1, 1))
+    def sees(self) -> dict[str, Any]:
+        return {"axis": self.part.axis, "inside": self.inside}
 
-    def result(self) -> dict[str, Tensor]:
+    def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
+        self.statistics["tails"].observe(pages.reshape(-1, self.shape[0] * self.shape[1]))
+
+    def collected(self) -> dict[str, Tensor]:
+        found = ends(self.statistics["tails"], self.inside)
+        return {name: x.view(self.shape).cpu() for name, x in zip(("lower", "upper"), found, strict=True)}
+
+    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """lower, upper: float32 [h_kv, d] or [1, 1]; the first number inside at each end."""
-        low, high = self.extremes.low, self.extremes.high
-        assert low is not None
-        assert high is not None
-        return {"lower": low[-1].clone(), "upper": high[-1].clone()}
+        return dict(collected)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from artifacts.fields import PageShape
+from artifacts.order import TILE, fragment_order
 from artifacts.parts import Sparse
 from artifacts.parts.sparse import BLOCK, BLOCK_LIMIT
 from runtime.parts.dense import HALF_MAX
@@ -32,12 +33,12 @@ def encode(
     Corrections beyond float16 saturate at its largest finite number.
     """
     p, n = residual.shape[0], part.slots(shape)
-    mask = outliers.transpose(1, 2).reshape(p, -1)  # by head, then token, then channel
+    mask = _listed(outliers, shape)
     page, position = mask.nonzero(as_tuple=True)
-    per_head = mask.view(p, shape.h_kv, -1).sum(-1)
-    start = torch.nn.functional.pad(per_head.cumsum(-1), (1, 0))
+    per_tile = mask.view(p, -1, TILE * shape.d).sum(-1)
+    start = torch.nn.functional.pad(per_tile.cumsum(-1), (1, 0))
     slot = torch.arange(page.numel(), device=page.device) - (start[:, -1].cumsum(0) - start[:, -1])[page]
-    numbers = residual.transpose(1, 2).reshape(p, -1)[page, position]
+    numbers = _listed(residual, shape)[page, position]
     half = numbers.clamp(-HALF_MAX, HALF_MAX).half()
     index = torch.zeros(p, n, dtype=torch.uint8, device=residual.device)
     correction = torch.zeros(p, n, dtype=torch.float16, device=residual.device)
@@ -65,9 +66,20 @@ def decode(part: Sparse, shape: PageShape, fields: dict[str, Tensor], tables: di
     return _by_token(out, shape)
 
 
-def _by_token(flat: Tensor, shape: PageShape) -> Tensor:
-    """[p, h * t * d] to [p, t, h, d]."""
-    return flat.view(-1, shape.h_kv, shape.t, shape.d).transpose(1, 2)
+def _listed(x: Tensor, shape: PageShape) -> Tensor:
+    """[p, t, h, d] to [p, h * t * d] in the order of lists: by head, then as `fragment_order` says."""
+    return x.transpose(1, 2).flatten(2)[..., _order(shape, x.device)].flatten(1)
+
+
+def _by_token(listed: Tensor, shape: PageShape) -> Tensor:
+    """[p, h * t * d] in the order of lists to [p, t, h, d]."""
+    out = torch.empty_like(listed).view(-1, shape.h_kv, shape.t * shape.d)
+    out[..., _order(shape, listed.device)] = listed.view(out.shape)
+    return out.view(-1, shape.h_kv, shape.t, shape.d).transpose(1, 2)
+
+
+def _order(shape: PageShape, device: torch.device) -> Tensor:
+    return torch.from_numpy(fragment_order(shape.t, shape.d, shape.side)).to(device)
 
 
 def _extremes(x: Tensor, per_end: int) -> Tensor:
@@ -79,11 +91,11 @@ def _extremes(x: Tensor, per_end: int) -> Tensor:
 
 def _limit_blocks(mask: Tensor, rank: Tensor, shape: PageShape) -> Tensor:
     """Clears one number (the least by `rank`) of each block in which all 256 are set: a count has to fit one byte."""
-    blocks = mask.transpose(1, 2).reshape(mask.shape[0], shape.h_kv, -1, BLOCK)
+    blocks = _listed(mask, shape).view(mask.shape[0], -1, BLOCK)
     full = blocks.sum(-1) > BLOCK_LIMIT
     if not full.any():
         return mask
-    least = rank.abs().transpose(1, 2).reshape(blocks.shape).argmin(-1, keepdim=True)
+    least = _listed(rank.abs(), shape).view(blocks.shape).argmin(-1, keepdim=True)
     blocks = blocks.scatter(-1, least, blocks.gather(-1, least) & ~full[..., None])
     return _by_token(blocks.flatten(1), shape)
 

@@ -90,13 +90,14 @@ def fingerprint(l: int = 2) -> ModelFingerprint:
 
 
 def tensors_of(layers: tuple[LayerFormat, ...], model: ModelFingerprint, seed: int = 0) -> dict[str, Any]:
-    """Random tensors as the formats declare them: signposts ascending, scales positive."""
+    """Random tensors as the formats declare them: signposts ascending, scales and widths positive."""
     rng = np.random.default_rng(seed)
     tensors = {"rope.inv_freq": rng.random(model.rope.dim // 2, np.float32)}
     for l, layer in enumerate(layers):
         for side, fmt in (("key", layer.key), ("value", layer.value)):
             for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d, side)).items():
-                tensors[f"layers.{l}.{side}.{name}"] = np.sort(rng.random(spec.shape, np.float32), axis=-1)
+                numbers = np.sort(rng.random(spec.shape, np.float32), axis=-1)
+                tensors[f"layers.{l}.{side}.{name}"] = (-numbers if name == "lower" else numbers).astype(spec.dtype)
     return tensors
 
 

@@ -44,7 +44,7 @@ def failing(monkeypatch, module, name, k, code):
 
 # The disk refuses
 
-SYNCS = 5  # tensors, evaluation, manifest, their folder, its parent
+SYNCS = 6  # tensors, evaluation, manifest, card, their folder, its parent
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,23 @@ def test_two_processes_save_to_the_same_new_paths(tmp_path, start):
     for i in range(40):
         bundle = load(tmp_path / str(i))
         assert_same(bundle, OLD if bundle.recipe == OLD.recipe else NEW)
+
+
+def test_two_processes_replace_the_same_bundle(saved, start):
+    code = "print(flush=True); input()\nfor i in range(60): {}.save(sys.argv[3])"
+    both = [start(code.format(name), str(saved)) for name in ("OLD", "NEW")]
+    for process in both:
+        process.stdout.readline()
+    for process in both:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    while any(process.poll() is None for process in both):
+        bundle = load(saved)
+        assert_same(bundle, OLD if bundle.recipe == OLD.recipe else NEW)
+    for process in both:
+        process.communicate()
+    assert [process.returncode for process in both] == [0, 0]
+    assert os.listdir(saved.parent) == ["bundle"]
 
 
 def test_killed_saves_leave_a_whole_bundle(saved, start):

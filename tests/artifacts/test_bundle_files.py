@@ -273,7 +273,8 @@ def test_missing_file(folder, name, replacement):
     (folder / name).unlink()
     if replacement:
         (folder / name).mkdir()
-    with pytest.raises(BundleCorruptError, match=rf"{name} is missing\. Fetch the bundle again"):
+    problem = "is not a plain file" if replacement else "is missing"
+    with pytest.raises(BundleCorruptError, match=rf"{name} {problem}\. Fetch the bundle again"):
         load(folder)
 
 
@@ -281,13 +282,15 @@ def test_missing_file(folder, name, replacement):
 def test_no_bundle(folder, where):
     if not where:
         (folder / "manifest.json").unlink()
-    with pytest.raises(BundleNotFoundError, match=r"no bundle at .*: there is no manifest\.json in it\. Make one with"):
+    with pytest.raises(
+        BundleNotFoundError, match=r"no bundle at .*: there is no (such folder|manifest\.json in it)\. Make one with"
+    ):
         load(folder / where)
 
 
 # Manifests that nobody wrote
 
-DEEP = "[" * 100_000
+DEEP = "[" * 50_000
 NOT_JSON = {
     "empty": b"",
     "text": b"hello",
@@ -301,7 +304,7 @@ NOT_JSON = {
     "a key twice": b'{"schema_version": 1, "schema_version": 1}',
     "a deep key twice": b'{"schema_version": 1, "x": [{"y": 1, "y": 2}]}',
     "deep lists": DEEP.encode(),
-    "deep tables": b'{"a":' * 100_000,
+    "deep tables": b'{"a":' * 50_000,
 }
 
 
@@ -337,8 +340,8 @@ def test_nesting_around_the_recursion_limits(folder, depth):
 
 def test_huge_manifest(folder):
     with open(folder / "manifest.json", "r+b") as file:
-        file.truncate((16 << 20) + 1)
-    with pytest.raises(BundleCorruptError, match=r"manifest\.json: larger than 16777216 bytes, not a manifest\. Fetch"):
+        file.truncate((1 << 18) + 1)
+    with pytest.raises(BundleCorruptError, match=r"manifest\.json: 262145 bytes, at most 262144 can be right\. Fetch"):
         load(folder)
 
 
@@ -474,12 +477,13 @@ def test_any_entry_may_be_anything_or_missing(folder):
 
 
 def test_errors_of_a_hostile_size_are_still_bundle_errors(tmp_path):
-    """Numbers too large for floating point, all at once."""
+    """Numbers whose product is too large for 64 bits, and those that are too large for floating point."""
     layer = LayerFormat(Format(64, Dense(4, "token")), Format(64, Dense(4, "token")))
     bundle = sample_bundle(layers=(layer,), tensors=tensors_of((layer,), fingerprint(1)))
     folder: Path = bundle.save(tmp_path / "b")
     manifest = read_manifest(folder)
-    manifest["model"] |= {"h_q": 10**400, "h_kv": 10**400, "d": 32 * 10**400}
-    write_sealed(folder, manifest)
-    with pytest.raises(BundleCorruptError, match="more than 2147483647 numbers"):
-        load(folder)
+    for size, problem in ((2**40, "more than 2147483647 numbers"), (10**400, "1000.* is not a 64-bit integer")):
+        manifest["model"] |= {"h_q": size, "h_kv": size, "d": 32 * size}
+        write_sealed(folder, manifest)
+        with pytest.raises(BundleCorruptError, match=problem):
+            load(folder)

@@ -1,6 +1,7 @@
 """Formats: what the parts refuse, and strict reading from JSON data."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from artifacts import (
     Sparse,
     Window,
 )
+from artifacts.errors import shown
 from artifacts.format import from_json, to_json
 from tests.artifacts.samples import kvquant, layer_formats
 
@@ -110,8 +112,8 @@ REFUSED = {
     "capacity below need": (lambda: Sparse(0.01, "matrix", "bundle", 0.9), r"capacity=0\.9 must lie between 1 and 8"),
     "capacity absurd": (lambda: Sparse(0.01, "matrix", "bundle", 8.5), r"capacity=8\.5 must lie between 1 and 8"),
     "blocks": (
-        lambda: Sparse(0.01, "token", "online").check(PageShape(4, 2, 96, "key")),
-        r"a page of 4 tokens x 96 channels is not a multiple of 256 numbers",
+        lambda: Sparse(0.01, "token", "online").check(PageShape(16, 2, 40, "key")),
+        r"head dimension 40 is not a multiple of 16: tiles of 16 tokens need whole blocks of 256",
     ),
     "negative sinks": (lambda: Window(sinks=-1), r"window\.sinks=-1 must lie between 0 and 2147483647 tokens"),
     "endless window": (lambda: Window(recent=2**31), r"window\.recent=2147483648 must lie between 0 and 2147483647"),
@@ -193,8 +195,7 @@ MISTYPED = [
     "where, message, value", [(where, message, value) for where, message, values in MISTYPED for value in values]
 )
 def test_mistyped_entry(where, message, value):
-    shown = repr(value).replace("[", r"\[").replace("]", r"\]").replace("{", r"\{").replace("}", r"\}")
-    with pytest.raises(FormatError, match=message.format(shown)):
+    with pytest.raises(FormatError, match=message.format(re.escape(shown(value)))):
         from_json(LayerFormat, kvquant_data(where, value), "formats[0]")
 
 

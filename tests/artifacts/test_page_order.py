@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from artifacts import Dense, FormatError, PageShape
+from artifacts import Dense, FormatError, PageShape, Sparse
 from artifacts.codes import BITS, RUN
-from artifacts.order import LANES, TILE, channel_order, code_order, word_order
+from artifacts.order import LANES, TILE, channel_order, code_order, fragment_order, word_order
 from tests.oracles import order as oracle
 
 SIDES = pytest.mark.parametrize("side", ["key", "value"])
@@ -27,6 +27,25 @@ def test_codes(t, d, side):
     found = code_order(t, d, side)
     assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side)
     np.testing.assert_array_equal(np.sort(found), np.arange(t * d))
+
+
+@SIDES
+@pytest.mark.parametrize("d", [16, 32, 64, 96, 128, 256])
+@pytest.mark.parametrize("t", [16, 32, 48, 128])
+def test_fragments(t, d, side):
+    found = fragment_order(t, d, side)
+    assert [divmod(place, d) for place in found.tolist()] == oracle.fragments(t, d, side)
+    np.testing.assert_array_equal(np.sort(found), np.arange(t * d))
+
+
+@SIDES
+@WIDTHS
+def test_an_outliers_place_takes_shifts(d, side):
+    """Number 256 step + 8 lane + place of a tile is code number d / 2 lane + 8 step + place."""
+    codes, fragments = (order(TILE, d, side) for order in (code_order, fragment_order))
+    number = np.arange(TILE * d)
+    step, lane, place = number >> 8, number >> 3 & 31, number & 7
+    np.testing.assert_array_equal(fragments, codes[d // 2 * lane + 8 * step + place])
 
 
 @WIDTHS
@@ -83,10 +102,10 @@ def test_interleaved_rotary_pairs_share_a_register(d):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("d", HEADS)
 def test_loads_of_a_warp_are_contiguous(d, bits):
-    """4, 2 or 1 words a lane, the widest load that divides what a lane has: its n-th loads follow each other lane by
-    lane, and all of its loads together are its words in their own order."""
+    """4, 2 or 1 words a lane, the widest load that divides a run's words: a lane's n-th loads follow each other lane
+    by lane, and all of its loads together are its words in their own order."""
     each = d // 2 * bits // LANES
-    width = max(w for w in (4, 2, 1) if each % w == 0)
+    width = max(w for w in (4, 2, 1) if bits % w == 0)
     loads = word_order(d, bits).reshape(-1, LANES, width)
     for lane in range(LANES):
         np.testing.assert_array_equal(loads[:, lane].reshape(-1), np.arange(lane * each, (lane + 1) * each))
@@ -107,6 +126,15 @@ def test_a_load_of_eight_scales_is_what_two_steps_of_a_lane_need(d):
 def test_tokens_that_do_not_fill_tiles(t, side):
     with pytest.raises(FormatError, match=rf"t={t} tokens .* tiles of 16: take a multiple of 16"):
         Dense(4, "token").check(PageShape(t, 2, 128, side))
+    with pytest.raises(FormatError, match=rf"t={t} tokens .* tiles of 16: take a multiple of 16"):
+        Sparse(0.01, "token", "online").check(PageShape(t, 2, 128, side))
+
+
+@SIDES
+@pytest.mark.parametrize("d", [1, 8, 24, 100])
+def test_outliers_of_heads_that_do_not_fill_blocks(d, side):
+    with pytest.raises(FormatError, match=rf"head dimension {d} is not a multiple of 16: .* blocks of 256"):
+        Sparse(0.01, "token", "online").check(PageShape(32, 2, d, side))
 
 
 @SIDES

@@ -35,7 +35,7 @@ def test_a_bundle_is_written_and_loads(calib, local, saved_model, text_file, tmp
     out = tmp_path / "deep" / "bundle"
     done = calib(*local, "bits=3", f"data.path={text_file}", f"eval.path={text_file}", "seed=5", f"out={out}")
     assert done.code == 0, done.err
-    assert names(out) == ["evaluation.json", "manifest.json", "tensors.safetensors"]
+    assert names(out) == ["README.md", "evaluation.json", "manifest.json", "tensors.safetensors"]
     assert names(out.parent) == ["bundle"]
     bundle = load(out)
     model, tokenizer = load_causal_lm(str(saved_model), "float32", "cpu")
@@ -85,7 +85,7 @@ def test_a_run_replaces_the_bundle_that_is_there(calib, local, tmp_path):
     out = tmp_path / "bundle"
     assert calib(*local, "bits=2", f"out={out}").code == 0
     assert calib(*local, "bits=3", "eval=none", f"out={out}").code == 0
-    assert names(out) == ["manifest.json", "tensors.safetensors"]
+    assert names(out) == ["README.md", "manifest.json", "tensors.safetensors"]
     assert load(out).layers[0].key.dense.bits == 3
     assert names(tmp_path) == ["bundle"]
 
@@ -129,7 +129,7 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     assert done.code == code
     assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
-    assert names(tmp_path) == ["bundle"]
+    assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
 
 
 def test_an_error_before_the_end_leaves_the_old_bundle(calib, local, tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_an_error_before_the_end_leaves_the_old_bundle(calib, local, tmp_path, m
     monkeypatch.setattr(pipeline, "collect", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert calib(*local, "bits=2", f"out={out}").code == 130
     assert (out / "manifest.json").read_bytes() == before
-    assert names(tmp_path) == ["bundle"]
+    assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(calib, tmp_path, monkeypatch):

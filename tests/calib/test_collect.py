@@ -77,7 +77,7 @@ def test_passes_and_which_of_them_pay_for_gradients(settings, tiny_model, monkey
     monkeypatch.setattr(Tap, "run", lambda self, ids, gradients: seen.append(gradients) or real(self, ids, gradients))
     made = settings(*QUICK, *overrides)
     ids = torch.randint(0, 260, (2, 140), generator=torch.Generator().manual_seed(0))
-    collect(Tap(tiny_model("llama", torch.float32)), ids, made.recipes(LAYERS), made.config.method, H, D)
+    collect(Tap(tiny_model("llama", torch.float32)), ids, made.recipes(LAYERS), made.config.method, 2, 32)
     assert seen == [gradients for gradients in passes for _ in ids]
 
 

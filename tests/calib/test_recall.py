@@ -11,7 +11,7 @@ from artifacts.errors import SignpostError
 from calib import recall
 from calib.evaluate import SimulatedCache
 from calib.recall import Prompts, Trial, as_cached, lookup, passkey, prompts, score, trials
-from runtime import cache
+from runtime import pages, side
 from runtime.hf import SignpostCache, fingerprint, rotary
 from tests.formats import exact_window, kivi, kvquant, random_bundle
 
@@ -113,7 +113,7 @@ def bundle_for():
 @pytest.mark.parametrize("n", [20, 130, 300])
 def test_packed_prompts_answer_as_the_real_cache_does(tiny_model, bundle_for, monkeypatch, name, n):
     """Both encode the same numbers; the cache's page kernels then compute in float32, this in float64."""
-    for module in (recall, cache):
+    for module in (recall, pages, side):
         monkeypatch.setattr(module, "SEGMENT_PAGES", 3)
     model = tiny_model("llama")
     bundle = bundle_for(model, FORMATS[name])

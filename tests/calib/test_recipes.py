@@ -112,10 +112,10 @@ def test_attention(row: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(**row)
     kv = filled(case, [PROMPT])
     for done in range(0, MORE, 4):
-        q, k, v, positions = step(case, kv.lengths, 4, 100 + done)
-        kv.layers[0]._append(0, k[0], v[0], positions[0])
+        _, k, v, _ = step(case, kv.lengths, 4, 100 + done)
+        kv.layers[0].append(0, k[0], v[0])
     assert kv.layers[0].key.used[0] > case.key.window.pages(PROMPT, case.key.t)
-    q, k, v, positions = step(case, kv.lengths, 1, 20)
+    q, k, v, _ = step(case, kv.lengths, 1, 20)
     exact, bound = expected(case, kv, 0, q[0], k[0], v[0])
     for fused in (runtime_cache.FUSED_QUERIES, 0):
         monkeypatch.setattr(runtime_cache, "FUSED_QUERIES", fused)

@@ -138,14 +138,15 @@ def test_numbers_that_are_not_finite_are_named(tiny_model, name, number, gradien
 
 @pytest.mark.parametrize(("which", "name"), [(2, "keys"), (3, "values")])
 def test_gradients_that_are_not_finite_are_named(tiny_model, monkeypatch, which, name):
-    real = tap._loss_gradients
+    real = tap._Calls.gradients
 
-    def broken(*args):
-        found = real(*args)
-        found[which][0, 1, 2, 3] = torch.inf
+    def broken(calls, layer, of_output):
+        found = real(calls, layer, of_output)
+        if layer == 1:
+            found[which][0, 1, 2, 3] = torch.inf
         return found
 
-    monkeypatch.setattr(tap, "_loss_gradients", broken)
+    monkeypatch.setattr(tap._Calls, "gradients", broken)
     with pytest.raises(ActivationError, match=f"layer 1: gradients of {name} hold NaN or infinity"):
         list(Tap(tiny_model("llama")).run(tokens(), gradients=True))
 

@@ -124,7 +124,7 @@ class Recorder:
 
     title, gradients = "recorder", True
 
-    def observe(self, pages, outliers, gradient):
+    def observe(self, pages, outliers, gradient, lane=0):
         self.pages, self.outliers, self.gradient = pages, outliers, gradient
 
     def result(self):
@@ -179,7 +179,7 @@ def test_a_transform_waits_for_its_tensors():
     assert isinstance(fits.fit, MeanFit)
     x = torch.from_numpy(cache_numbers((4 * T, H, D), 1))
     fits.observe(activations(x, None))
-    fits.finish()
+    fits.finish(fits.fit.result())
     exact = x.double().mean(0)
     assert ((fits.side.tables["mean"].double() - exact).abs() <= 2 * U * exact.abs()).all()
     fits.prepare()

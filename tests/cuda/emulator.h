@@ -1,251 +1,7 @@
-// Runs CUDA kernels on a CPU, one fiber a thread, so that pack kernels are tested where there is no GPU. Threads of a warp run one
-// after the other and meet at shuffles and votes; those of a block at barriers; those of a cluster at its barrier. What it does not
-// show: races, since a fiber runs until it has to wait; alignment faults; contraction of products and sums (built without).
+// What pack kernels (cuda/pack*.cuh) need of a GPU, on a CPU; see fibers.h.
 #pragma once
 
-#include <algorithm>
-#include <csetjmp>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <type_traits>
-#include <vector>
-
-#include <ucontext.h>
-
-#define SIGNPOST_EMULATED
-#define __device__
-#define __host__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#define __grid_constant__
-
-struct float2 {
-    float x, y;
-};
-struct alignas(16) float4 {
-    float x, y, z, w;
-};
-struct uint2 {
-    unsigned x, y;
-};
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-template <typename N>
-N min(N a, N b) {
-    return b < a ? b : a;
-}
-template <typename N>
-N max(N a, N b) {
-    return a < b ? b : a;
-}
-
-namespace emulator {
-
-struct Index {
-    int x, y, z;
-};
-
-// So many fibers meet; the generation tells one meeting from the next.
-struct Barrier {
-    int members = 0, arrived = 0;
-    unsigned generation = 0;
-    uint64_t votes[2] = {0, 0};
-};
-
-struct Warp {
-    Barrier barrier;
-    uint64_t values[2][32];
-};
-
-struct Cluster;
-
-struct Block {
-    Index index;
-    int rank;
-    Barrier barrier;
-    std::vector<Warp> warps;
-    std::unique_ptr<unsigned char[]> memory;
-    unsigned char* shared;
-    Cluster* cluster;
-};
-
-struct Fiber {
-    ucontext_t context;
-    jmp_buf state;
-    bool started = false, done = false;
-    int thread;
-    Block* block;
-    std::unique_ptr<unsigned char[]> stack;
-};
-
-struct Cluster {
-    Barrier barrier;
-    std::vector<Block> blocks;
-};
-
-inline Index grid;
-inline Fiber* current;
-inline jmp_buf scheduler;
-inline ucontext_t scheduler_context;
-inline void (*body)();
-
-inline void wait() {
-    if (!_setjmp(current->state)) _longjmp(scheduler, 1);
-}
-
-// Waits for all members; returns the generation that met.
-inline unsigned meet(Barrier& barrier, uint64_t vote = 0) {
-    const unsigned mine = barrier.generation;
-    barrier.votes[mine % 2] |= vote;
-    if (++barrier.arrived == barrier.members) {
-        barrier.arrived = 0;
-        barrier.votes[(mine + 1) % 2] = 0;
-        ++barrier.generation;
-    } else {
-        while (barrier.generation == mine) wait();
-    }
-    return mine;
-}
-
-inline Warp& warp() { return current->block->warps[current->thread / 32]; }
-
-// The values of all lanes.
-template <typename N>
-const uint64_t* exchange(N x) {
-    static_assert(sizeof(N) <= 8, "a register or two");
-    Warp& w = warp();
-    uint64_t bits = 0;
-    std::memcpy(&bits, &x, sizeof(N));
-    w.values[w.barrier.generation % 2][current->thread % 32] = bits;
-    return w.values[meet(w.barrier) % 2];
-}
-template <typename N>
-N shuffled(N x, int lane) {
-    const uint64_t bits = exchange(x)[lane];
-    N y;
-    std::memcpy(&y, &bits, sizeof(N));
-    return y;
-}
-
-inline void entry() {
-    body();
-    current->done = true;
-    _longjmp(scheduler, 1);
-}
-
-// All blocks of a cluster at once, clusters one after the other. fill: what shared memory holds before.
-template <typename Kernel>
-void launch(Kernel kernel, int blocks, int sequences, int threads, int cluster_size, int shared_bytes, unsigned char fill) {
-    static Kernel* kernel_at;
-    kernel_at = &kernel;
-    body = [] { (*kernel_at)(); };
-    grid = {blocks, sequences, 1};
-    constexpr size_t STACK = 128 << 10;
-    std::vector<std::unique_ptr<unsigned char[]>> stacks(cluster_size * threads);
-    for (auto& stack : stacks) stack.reset(new unsigned char[STACK]);
-    for (int y = 0; y < sequences; ++y) {
-        for (int first = 0; first < blocks; first += cluster_size) {
-            Cluster cluster;
-            cluster.barrier.members = cluster_size * threads;
-            cluster.blocks.resize(cluster_size);
-            std::vector<Fiber> fibers(cluster_size * threads);
-            for (int i = 0; i < cluster_size; ++i) {
-                Block& block = cluster.blocks[i];
-                block.index = {first + i, y, 0};
-                block.rank = i;
-                block.barrier.members = threads;
-                block.warps.resize(threads / 32);
-                for (Warp& w : block.warps) w.barrier.members = 32;
-                block.memory.reset(new unsigned char[shared_bytes + 256]);
-                std::memset(block.memory.get(), fill, shared_bytes + 256);
-                block.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.memory.get()) + 127) / 128 * 128);
-                block.cluster = &cluster;
-                for (int t = 0; t < threads; ++t) {
-                    fibers[i * threads + t].thread = t;
-                    fibers[i * threads + t].block = &block;
-                }
-            }
-            size_t left = fibers.size();
-            while (left) {
-                for (size_t i = 0; i < fibers.size(); ++i) {
-                    Fiber& fiber = fibers[i];
-                    if (fiber.done) continue;
-                    current = &fiber;
-                    if (_setjmp(scheduler)) {
-                        if (current->done) --left;
-                        continue;
-                    }
-                    if (fiber.started) _longjmp(fiber.state, 1);
-                    fiber.started = true;
-                    getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = stacks[i].get();
-                    fiber.context.uc_stack.ss_size = STACK;
-                    fiber.context.uc_link = nullptr;
-                    makecontext(&fiber.context, entry, 0);
-                    setcontext(&fiber.context);
-                }
-            }
-        }
-    }
-}
-
-}  // namespace emulator
-
-#define threadIdx (emulator::Index{emulator::current->thread, 0, 0})
-#define blockIdx (emulator::current->block->index)
-#define gridDim (emulator::grid)
-
-inline void __syncthreads() { emulator::meet(emulator::current->block->barrier); }
-inline int __syncthreads_or(int x) {
-    emulator::Barrier& barrier = emulator::current->block->barrier;
-    return barrier.votes[emulator::meet(barrier, x != 0) % 2] != 0;
-}
-inline void __syncwarp() { emulator::meet(emulator::warp().barrier); }
-template <typename N>
-N __shfl_sync(unsigned, N x, int lane) {
-    return emulator::shuffled(x, lane % 32);
-}
-template <typename N>
-N __shfl_xor_sync(unsigned, N x, int mask) {
-    return emulator::shuffled(x, emulator::current->thread % 32 ^ mask);
-}
-template <typename N>
-N __shfl_up_sync(unsigned, N x, int by) {
-    const int lane = emulator::current->thread % 32;
-    return emulator::shuffled(x, lane >= by ? lane - by : lane);
-}
-inline unsigned __ballot_sync(unsigned, bool x) {
-    const uint64_t* votes = emulator::exchange(static_cast<unsigned>(x));
-    unsigned bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(votes[i]) << i;
-    return bits;
-}
-inline unsigned __reduce_max_sync(unsigned, unsigned x) {
-    const uint64_t* values = emulator::exchange(x);
-    uint64_t most = 0;
-    for (int i = 0; i < 32; ++i) most = values[i] > most ? values[i] : most;
-    return static_cast<unsigned>(most);
-}
-inline unsigned __reduce_min_sync(unsigned, unsigned x) { return ~__reduce_max_sync(~0u, ~x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-template <typename N>
-N atomicOr(N* to, N x) {
-    const N before = *to;
-    *to |= x;
-    return before;
-}
+#include "fibers.h"
 
 namespace signpost {
 
@@ -310,6 +66,28 @@ template <typename Half>
 float2 widen_pair(unsigned x, Half) {
     return {widen(half_of<Half>(x, 0)), widen(half_of<Half>(x, 1))};
 }
+inline unsigned settled(unsigned x) { return x; }
+inline uint4 load_table(const uint4* p) { return *p; }
+
+// Lane 4 r + c of a: rows r and r + 8 (words 0 and 1), columns 2 c and the next; words 2 and 3: columns 8 further on. Of b: those rows
+// of column r. Of sum: rows r and r + 8, columns 2 c and the next.
+template <typename Half>
+void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
+    const uint64_t mine[3] = {a.x | static_cast<uint64_t>(a.y) << 32, a.z | static_cast<uint64_t>(a.w) << 32, b0 | static_cast<uint64_t>(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const auto number = [&](int i, int lane, int word, int k) {
+        return static_cast<double>(widen(half_of<Half>(static_cast<unsigned>(all[i][lane] >> 32 * word), k % 2)));
+    };
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
+        double total = sum[i];
+        for (int k = 0; k < 16; ++k) total += number(k / 8, row * 4 + k % 8 / 2, upper, k) * number(2, column * 4 + k % 8 / 2, k / 8, k);
+        sum[i] = static_cast<float>(total);
+    }
+}
+
 template <typename Half>
 unsigned chosen_pair(unsigned a, unsigned b, float sign) {
     unsigned y = 0;

@@ -62,7 +62,7 @@ STRUCTS = {"SideParams": attention._Side, "AttendParams": attention._Attend, "Me
 def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
     """The same fields in the same order, and the same size by the compiler that compiles the kernels."""
     struct = STRUCTS[name]
-    text = "".join((kernel_folder() / file).read_text() for file in ("attend.cuh", "merge.cuh"))
+    text = "".join((kernel_folder() / file).read_text() for file in ("params.cuh", "merge.cuh"))
     body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.S).group(1)
     code = " ".join(line.split("//")[0].strip() for line in body.splitlines())
     declared = [re.findall(r"\w+", part)[-1] for line in code.split(";") if line.strip() for part in line.split(",")]

@@ -1,5 +1,6 @@
 """Every format's pack kernel compiles without a GPU, and how its pages are cut."""
 
+import re
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from artifacts import Dense, Format, PageGeometry, Sparse
 from runtime import jit, pack
 from runtime.jit import ARCHS, KernelError
-from tests.formats import kivi, kvquant
+from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
 
 SIDES = sides()
@@ -47,6 +48,16 @@ def test_other_architectures(arch):
     for index in range(ARCHS.index(arch), len(SIDES), 9):
         _, geometry, rope = SIDES[index]
         resources(geometry, rope, INPUTS[index % 3], arch)
+
+
+def test_units_of_a_bundle():
+    """Layers that are alike share a unit, for models of both dtypes of two bytes."""
+    bundle = random_bundle([kivi(2, 32)] * 3 + [kivi(4, 32)], 4, 2, 64)
+    found = pack.units(bundle, "sm_90a")
+    layers = [re.search(r"layer\[(\d+)\]", unit.source)[1] for unit in found]
+    assert layers == ["1", "3"] * 4 + ["1"] * 4  # keys and values
+    assert ["BF16" in unit.source for unit in found] == [False, False, True, True] * 2 + [False, True] * 2
+    assert len(set(found)) == 12
 
 
 LLAMA = [

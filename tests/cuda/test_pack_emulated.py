@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts import PageGeometry, Rope
+from artifacts import Dense, Format, PageGeometry, Rope, Sparse
 from runtime import pack
 from runtime.codec import Codec
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from tests.packing import differences, exact_tensors, numbers, poisoned, reference, ring_of, sides
+from tests.packing import differences, direct_sides, exact_tensors, numbers, poisoned, reference, ring_of, sides
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 HERE = Path(__file__).parent
@@ -49,14 +49,14 @@ def folder():
 
 
 def build(unit, plan):
-    """The unit as a library of this machine; `launch(blocks, sequences, params)` runs it."""
+    """The unit as a library of this machine; `launch(blocks, sequences, layers, params)` runs it."""
     source = folder() / f"{abs(hash(unit.source))}.cpp"
     library = source.with_suffix(".so")
     if not library.exists():
         source.write_text(
             f'#include "emulator.h"\n{unit.source}'
-            'extern "C" void launch(int blocks, int sequences, const signpost::PackParams* params) {\n'
-            "    emulator::launch([&] { pack(*params); }, blocks, sequences, Plan::THREADS, "
+            'extern "C" void launch(int blocks, int sequences, int layers, const Layers* params) {\n'
+            "    emulator::launch([&] { pack(*params); }, blocks, sequences, layers, Plan::THREADS, "
             f"{plan.ctas if plan.cluster else 1}, {plan.shared}, 0xFF);\n}}\n"
         )
         command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
@@ -74,7 +74,7 @@ class Emulated:
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
         self.plan = pack.plan(geometry, rope, dtype, arch)
         self.library = build(pack.pack_unit("pack", geometry, rope, dtype, arch), self.plan)
-        self.tables = pack.device_tables(codec, rotation if rope else None)
+        self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
         self.status = torch.zeros(1, dtype=torch.int32)
         self.params = pack.Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
         self.params.status = self.status.data_ptr()
@@ -91,7 +91,7 @@ class Emulated:
         self.params.capacity_pages = pool.capacity
         workspace = torch.empty(self.plan.ctas * pages * b * self.plan.workspace, dtype=torch.uint8)
         self.params.workspace = workspace.data_ptr()
-        self.library.launch(pages * self.plan.ctas, b, ctypes.byref(self.params))
+        self.library.launch(pages * self.plan.ctas, b, 1, ctypes.byref(self.params))
 
 
 # What the kernel packs of formats with factors.
@@ -144,6 +144,17 @@ def test_prompts(index):
     check_prompt(geometry, rope, torch.float16, "sm_90a", OTHERS[index % 3 or int(norms)])
 
 
+DIRECT = direct_sides()
+
+
+@pytest.mark.parametrize("name, geometry, rope", DIRECT, ids=[side[0] for side in DIRECT])
+def test_numbers_through_registers(name, geometry, rope):
+    """What needs no shared memory; numbers of four bytes take the other way."""
+    for dtype in pack.INPUTS:
+        assert pack.is_direct(geometry, dtype) == (dtype.itemsize == 2)
+        check_prompt(geometry, rope, dtype, "sm_90a", "grid")
+
+
 OUTLIERS = [side for side in SIDES[-6:] if side[1].format.sparse]
 
 
@@ -161,6 +172,24 @@ def test_without_clusters(index):
     check_prompt(
         geometry, rope, [torch.bfloat16, torch.float32][index // 4 % 2], ["sm_80", "sm_86"][index // 4 % 2], "grid"
     )
+
+
+ENDS = Sparse(0.25, "token", "online")
+BOUNDS = Sparse(0.25, "matrix", "bundle", capacity=4)
+SOME = Sparse(0.25, "matrix", "bundle", capacity=1)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize("h_kv, d, half_tiles", [(11, 256, True), (4, 128, False)])
+@pytest.mark.parametrize("part", [ENDS, BOUNDS, SOME], ids=["ends", "bounds", "limited"])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
+    """The least of 256 is given up, of equal ones the first: also where two blocks of threads share it."""
+    geometry = PageGeometry.of(Format(32, Dense(2, "token"), part), h_kv, d, side)
+    plan = pack.plan(geometry, None, torch.float16, arch)
+    assert plan.cluster == (arch == "sm_90a")
+    assert (plan.tokens == 8) == half_tiles
+    check_prompt(geometry, SIDES[0][2], torch.float16, arch, "full", pages=1)
 
 
 FEW = SIDES[-6:] + [
@@ -195,6 +224,62 @@ def test_steps(name, geometry, rope, fresh):
     assert packer.status.item() == 0
     problems = differences(got, wanted, [] if geometry.format.lowrank else loose(geometry))
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_layers_at_once(index):
+    """Each with tables, a window and pages of its own; one launch."""
+    _, geometry, rope = SIDES[-6 + index]
+    shape, window = geometry.shape, geometry.format.window
+    codec, rotation, first = made(geometry, rope, torch.float16, "sm_90a")
+    codecs = [codec, Codec(geometry, exact_tensors(geometry.format, shape.h_kv, shape.d, seed=5))]
+    unit = pack.pack_unit("pack", geometry, rotation.rope if index == 0 else None, torch.float16, "sm_90a", layers=2)
+    library, layers, kept = build(unit, first.plan), pack.layers_type(2)(), []
+    n = window.sinks + window.recent + shape.t
+    lengths, table = torch.tensor([n], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
+    pools = [[poisoned(geometry, 2) for _ in codecs] for _ in range(2)]
+    for i, (codec, pool) in enumerate(zip(codecs, pools[0], strict=True)):
+        x = numbers("grid", (n, shape.h_kv, shape.d), i, torch.float16)
+        ring = ring_of(x, n, window.recent + shape.t, window.sinks)[None]
+        tables = pack.device_tables(codec, rotation if index == 0 else None, torch.float16)
+        kept.append((tables, ring))
+        params = pack.Params.from_buffer_copy(first.params)
+        for name, tensor in (tables | {"table": table, "heads": pool.heads, "records": pool.records}).items():
+            setattr(params, name, tensor.data_ptr())
+        params.ring, params.ring_capacity, params.capacity_pages = pack.source(ring), ring.shape[1], 2
+        params.lengths, params.fresh, params.table_stride = lengths.data_ptr(), 1, 1
+        layers.layer[i] = params
+        pools[1][i].write(table[0].long(), reference(codec, rotation, x, 0, 1, 0))
+    library.launch(first.plan.ctas, 1, 2, ctypes.byref(layers))
+    assert first.status.item() == 0
+    for got, wanted in zip(*pools, strict=True):
+        assert not differences(got, wanted)
+    assert not torch.equal(pools[0][0].heads, pools[0][1].heads)
+
+
+def test_more_layers_than_parameters_have_room_for():
+    _, geometry, rope = SIDES[-6]
+    with pytest.raises(pack.KernelError, match="65 layers in one launch: parameters of 64 fit"):
+        pack.pack_unit("pack", geometry, rope, torch.float16, "sm_90a", layers=65)
+    assert ctypes.sizeof(pack.layers_type(pack.LAYERS_AT_ONCE)) <= 32764
+
+
+def test_page_ids_are_named():
+    ids = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32)
+    pack.check_ids(ids, 10, 5)
+    message = "block table: page 11 of sequence 1 has id 4, the pool has pages 0 to 3: give every"
+    with pytest.raises(pack.KernelError, match=message):
+        pack.check_ids(ids, 10, 4)
+    with pytest.raises(pack.KernelError, match="page 10 of sequence 7 has id -1"):
+        pack.check_ids(torch.tensor([[-1]]), 10, 4, 7)
+
+
+def test_more_outlier_channels_than_the_format_has():
+    _, geometry, _ = DIRECT[-1]
+    tensors = exact_tensors(geometry.format, geometry.shape.h_kv, geometry.shape.d)
+    tensors["outlier_mask"] = np.ones_like(tensors["outlier_mask"])
+    with pytest.raises(pack.KernelError, match="outlier_mask has 256 channels of one head, the format has room for 32"):
+        pack.device_tables(Codec(geometry, tensors), None, torch.float16)
 
 
 def test_a_page_from_window_and_prompt():

@@ -70,6 +70,13 @@ def kernel(entry, device="cuda:0"):
     return jit.load(UNIT, device).kernel(entry)
 
 
+def test_the_compiler_reports_each_time(tmp_path, monkeypatch):
+    """Where there is a driver NVRTC can keep cubins of its own; those it finds there come without a report."""
+    for folder in ("one", "two"):
+        monkeypatch.setenv("SIGNPOST_CACHE_DIR", str(tmp_path / folder))
+        assert [used.spill_bytes for used in jit.report(UNIT, "sm_90a").values()] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("kind", ["structure", "bytearray"])
 def test_every_block_sees_the_struct(kind):
     call = Call(length=100)

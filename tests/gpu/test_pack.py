@@ -6,10 +6,10 @@ import torch
 
 from runtime.codec import Codec
 from runtime.jit import KernelError
-from runtime.pack import Packer, source
+from runtime.pack import LAYERS_AT_ONCE, Packer, source
 from runtime.rope import Rotation
 from tests.formats import random_tensors
-from tests.packing import differences, exact_tensors, numbers, poisoned, reference, ring_of, sides
+from tests.packing import differences, direct_sides, exact_tensors, numbers, poisoned, reference, ring_of, sides
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,6 +20,7 @@ PLAIN = [side for side in SIDES if not side[1].format.lowrank]
 SPARSE = [side for side in PLAIN if side[1].format.sparse]
 RECIPES = SIDES[-6:]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+DIRECT = direct_sides()
 each_side = pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
 
 
@@ -82,6 +83,14 @@ def test_prompt(index):
         assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, geometry, rope", DIRECT, ids=[side[0] for side in DIRECT])
+def test_numbers_through_registers(name, geometry, rope, dtype):
+    _, got, wanted, _ = check_prompt(geometry, rope, dtype, "grid")
+    problems = differences(got, wanted, loose(geometry))
+    assert not problems, "\n".join(problems)
+
+
 def check_factors(geometry, got, wanted, ids):
     """Codes, outliers and segments' numbers to the bit; products of factors; nearly all signs of what these left."""
     for name in ("codes", "scale", "zero", "start", "count", "index", "correction", "segment"):
@@ -115,7 +124,7 @@ def test_outliers(index, kind):
     assert not problems, "\n".join(problems)
 
 
-ROUNDED = [side for side in PLAIN if rounds(side[1].format)]
+ROUNDED = [side for side in PLAIN if rounds(side[1].format)] + DIRECT
 
 
 @pytest.mark.parametrize("name, geometry, rope", ROUNDED, ids=[side[0] for side in ROUNDED])
@@ -133,7 +142,7 @@ def test_sums_that_round(name, geometry, rope):
         mine, theirs = got.field(name), wanted.field(name)
         if placed.field.dtype == "float16" and name != "correction":
             near = (mine.float() - theirs.float()).abs() <= 2**-10 * theirs.float().abs() + 2**-12
-            assert near.float().mean() > 0.999, name
+            assert near.float().mean() > 0.99, name  # norms of what codes leave: a code on an edge moves one
         elif name in ("codes", "signs", "outlier_signs"):
             assert ((mine ^ theirs) != 0).float().mean() < 0.01, name
 
@@ -199,6 +208,53 @@ def test_chunk_of_a_prompt():
         bench.packer.prompt(got, table, x[:, before:].contiguous(), 1, 2, before)
 
 
+@pytest.mark.parametrize("name, geometry, rope", [RECIPES[0], RECIPES[1], RECIPES[4], DIRECT[1]])
+def test_layers_in_one_launch(name, geometry, rope):
+    """More than parameters of one launch hold; each layer with numbers and tables of its own."""
+    shape, window = geometry.shape, geometry.format.window
+    layers, n = LAYERS_AT_ONCE + 2, window.sinks + window.recent + shape.t
+    bench = Bench(geometry, rope, torch.float16)
+    codecs = [Codec(geometry, exact_tensors(geometry.format, shape.h_kv, shape.d, i), "cuda") for i in range(layers)]
+    packer = Packer(codecs, bench.rotation, torch.float16)
+    x = bench.numbers("grid", layers, n)
+    rings = [ring_of(x[i], n, window.recent + shape.t, window.sinks)[None] for i in range(layers)]
+    lengths, table = (torch.tensor([k], dtype=torch.int32, device="cuda") for k in (n, 0))
+    got, wanted = ([poisoned(geometry, 1, "cuda") for _ in codecs] for _ in range(2))
+    packer.step(got, table[None], rings, lengths)
+    packer.check()
+    for i, codec in enumerate(codecs):
+        bench.codec = codec
+        bench.expected(wanted[i], x[i : i + 1], 0, 1, table[None], [0])
+        problems = differences(got[i], wanted[i], loose(geometry))
+        assert not problems, f"layer {i}: " + "\n".join(problems)
+    with pytest.raises(KernelError, match="1 pools and 66 rings for 66 layers"):
+        packer.step(got[:1], table[None], rings, lengths)
+
+
+def test_layers_that_differ():
+    codecs = [Bench(side[1], side[2], torch.float16).codec for side in RECIPES[:2]]
+    with pytest.raises(KernelError, match="layers of different formats or shapes"):
+        Packer(codecs, None, torch.float16)
+
+
+def test_errors_where_they_are_made(monkeypatch):
+    monkeypatch.setenv("SIGNPOST_DEBUG", "1")
+    _, geometry, rope = RECIPES[-1]
+    bench, shape, window = Bench(geometry, rope, torch.float16), geometry.shape, geometry.format.window
+    pool, x = poisoned(geometry, 2, "cuda"), bench.numbers("smooth", 2, shape.t)
+    table = torch.tensor([[0], [2]], dtype=torch.int32, device="cuda")
+    message = "page 0 of sequence 1 has id 2, the pool has pages 0 to 1"
+    with pytest.raises(KernelError, match=message):
+        bench.packer.prompt(pool, table, x, 0, 1)
+    lengths = torch.full((2,), window.sinks + window.recent + shape.t, dtype=torch.int32, device="cuda")
+    with pytest.raises(KernelError, match=message):
+        bench.packer.step(pool, table, x, lengths)
+    bench.packer.step(pool, table, x, lengths - torch.tensor([0, 1], dtype=torch.int32, device="cuda"))  # not due
+    x[0, 1, 1, 1] = torch.nan
+    with pytest.raises(KernelError, match="NaN"):
+        bench.packer.prompt(pool, table[:1], x[:1], 0, 1)
+
+
 def test_what_cannot_be_packed():
     _, geometry, rope = RECIPES[-1]
     bench, shape = Bench(geometry, rope, torch.float16), geometry.shape
@@ -229,20 +285,27 @@ def test_factors_are_not_for_steps():
         bench.packer.step(poisoned(geometry, 1, "cuda", 1), None, None, None)
 
 
-def test_stream_and_launch_cost(record_property):
-    """Launches go to PyTorch's current stream."""
+def test_launches_go_to_the_current_stream():
+    """The stream is held up by a number in host memory, so that nothing here depends on time."""
+    from cuda.bindings import driver
+
     _, geometry, rope = RECIPES[0]
     bench, shape, window = Bench(geometry, rope, torch.float16), geometry.shape, geometry.format.window
     ring = bench.numbers("smooth", 1, shape.t)
     lengths = torch.tensor([window.sinks + shape.t], dtype=torch.int32, device="cuda")
     table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
     pool = poisoned(geometry, 1, "cuda")
+    gate = torch.zeros(1, dtype=torch.int32).pin_memory()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)
-        bench.packer.step(pool, table, ring, lengths)
-    torch.cuda.current_stream().synchronize()
-    assert (pool.heads[:, :, 0].cpu() == 0xFF).all()  # not yet: behind the sleep on its stream
+    reached = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    (code,) = driver.cuStreamWaitValue32(driver.CUstream(stream.cuda_stream), gate.data_ptr(), 1, reached)
+    assert not code
+    try:
+        with torch.cuda.stream(stream):
+            bench.packer.step(pool, table, ring, lengths)
+        assert (pool.heads.cpu() == 0xFF).all()  # a copy on the default stream, which does not wait for the other
+    finally:
+        gate.fill_(1)
     stream.synchronize()
     assert not (pool.heads == 0xFF).all()

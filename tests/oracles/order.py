@@ -6,23 +6,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def operand(lane: int, step: int, d: int, side: str) -> list[tuple[int, int]]:
+    """Token in the tile and channel of the eight numbers that a lane holds for one instruction."""
+    r, c = lane // 4, lane % 4
+    if side == "key":
+        pair = [8 * step + 2 * c, 8 * step + 2 * c + 1]
+        pairs = [pair, [d // 2 + pair[0], d // 2 + pair[1]]]
+        return [(token, channel) for pair in pairs for token in (r, r + 8) for channel in pair]
+    pairs = [[2 * c, 2 * c + 1], [2 * c + 8, 2 * c + 9]]
+    return [(token, 16 * step + row) for pair in pairs for row in (r, r + 8) for token in pair]
+
+
 @cache
 def codes(t: int, d: int, side: str) -> list[tuple[int, int]]:
     """Token and channel of every code of a head's page, tile by tile and one lane after the other."""
     found = []
     for first in range(0, t, 16):
         for lane in range(32):
-            r, c = lane // 4, lane % 4
             for step in range(d // 16):
-                if side == "key":
-                    pair = [8 * step + 2 * c, 8 * step + 2 * c + 1]
-                    pairs = [pair, [d // 2 + pair[0], d // 2 + pair[1]]]
-                    found += [(first + t, channel) for pair in pairs for t in (r, r + 8) for channel in pair]
-                else:
-                    pairs = [[2 * c, 2 * c + 1], [2 * c + 8, 2 * c + 9]]
-                    found += [
-                        (first + token, 16 * step + row) for pair in pairs for row in (r, r + 8) for token in pair
-                    ]
+                found += [(first + token, channel) for token, channel in operand(lane, step, d, side)]
+    return found
+
+
+@cache
+def fragments(t: int, d: int, side: str) -> list[tuple[int, int]]:
+    """Token and channel of every number of a head's page as outliers are listed: all lanes of a step, then the next."""
+    found = []
+    for first in range(0, t, 16):
+        for step in range(d // 16):
+            for lane in range(32):
+                found += [(first + token, channel) for token, channel in operand(lane, step, d, side)]
     return found
 
 
@@ -33,7 +46,7 @@ def words(d: int, bits: int) -> list[int]:
     if d % 64:
         return list(range(count))
     each = count // 32
-    load = 4 if each % 4 == 0 else 2 if each % 2 == 0 else 1
+    load = {1: 1, 2: 2, 3: 1, 4: 4, 8: 4}[bits]
     found = []
     for first in range(0, each, load):
         for lane in range(32):
@@ -79,3 +92,10 @@ def of_scales(stored: NDArray[np.generic], side: str, axis: str) -> NDArray[np.g
             out[..., channel] = stored[..., place]
         return out
     return stored
+
+
+def listed(x: NDArray[np.generic], side: str) -> NDArray[np.generic]:
+    """Numbers of a page [t, h_kv, d] by head in the order of `fragments`: [h_kv, t * d]."""
+    t, h_kv, d = x.shape
+    tokens, channels_of = zip(*fragments(t, d, side), strict=True)
+    return np.stack([x[list(tokens), head, list(channels_of)] for head in range(h_kv)])

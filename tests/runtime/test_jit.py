@@ -4,6 +4,7 @@ import ctypes
 import errno
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runtime import cubin as cubins
 from runtime import jit
 from runtime.__main__ import main
 from runtime.jit import ARCHS, CompileError, Kernel, KernelError, Unit
@@ -47,6 +49,16 @@ extern "C" __global__ void __launch_bounds__(1024) many(const __grid_constant__ 
     #pragma unroll
     for (int i = 0; i < 200; ++i) p.x[i * p.n + 1] = a[199 - i];
 }
+"""
+
+# A function that is not inlined and has an array of its own.
+DEEP = """
+__device__ __noinline__ float deep(const float* x, int n) {
+    float a[50];
+    for (int i = 0; i < n; ++i) a[i] = x[i];
+    return a[n / 2];
+}
+extern "C" __global__ void k(float* x) { x[0] = deep(x, x[1]); }
 """
 
 
@@ -111,21 +123,61 @@ def test_spills_are_seen():
 def test_a_called_function_counts_for_the_entry_that_it_follows():
     said = """
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'b' for 'sm_90a'
-ptxas info    : Function properties for b
+ptxas info    : Compiling entry function 'clear' for 'sm_90a'
+ptxas info    : Function properties for clear
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 8 registers, used 0 barriers
-ptxas info    : Compiling entry function 'a' for 'sm_90a'
-ptxas info    : Function properties for a
+ptxas info    : Compiling entry function 'fill' for 'sm_90a'
+ptxas info    : Function properties for fill
 ptxas         .     480 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 480 bytes cumulative stack size, 128 bytes smem
 ptxas info    : Function properties for _Z3bigPfi
 ptxas         .     16 bytes stack frame, 100 bytes spill stores, 200 bytes spill loads
 """
-    assert jit._resources(Unit("u", "", ("a", "b")), said) == {
-        "a": jit.Resources(registers=255, spill_bytes=312, shared=128, stack=496),
-        "b": jit.Resources(registers=8, spill_bytes=0, shared=0, stack=0),
-    }
+    used = jit._resources(UNIT, jit.compile_unit(UNIT, "sm_90a"), said)
+    assert list(used) == ["fill", "clear"]
+    assert (used["fill"].spill_bytes, used["fill"].shared) == (312, 128)
+    assert (used["clear"].spill_bytes, used["clear"].shared) == (0, 0)
+
+
+def test_the_cubin_tells_what_ptxas_reports():
+    """Two sources of the same numbers; a function that is not inlined is no entry."""
+    deep = Unit("deep", DEEP, ("k",))
+    for unit, arch in (
+        (UNIT, "sm_80"),
+        (Unit("many", SPILLS, ("many",)), "sm_90a"),
+        (deep, "sm_120"),
+    ):
+        cubin, said = jit._built(unit, arch)
+        found = cubins.entries(cubin)
+        assert sorted(found) == sorted(unit.entries)
+        for name, entry in found.items():
+            text = said.split(f"entry function '{name}'")[1].split("entry function")[0]
+            assert entry.registers == int(re.search(r"Used (\d+) registers", text)[1])
+            stack = re.search(r"(\d+) bytes cumulative stack size", text)
+            assert entry.stack == int(stack[1] if stack else 0)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda c: b"", lambda c: c[:3000], lambda c: b"\x7fELG" + c[4:], lambda c: c[:64] + bytes(len(c) - 64)]
+)
+def test_what_is_no_cubin_has_no_entries(damage):
+    with pytest.raises(cubins.CubinError, match=r"\d+ bytes that are no cubin"):
+        cubins.entries(damage(jit.compile_unit(UNIT, "sm_90a")))
+
+
+def test_a_compiler_that_says_nothing(monkeypatch, cache):
+    """As NVRTC does when it finds a cubin in a cache of its own."""
+    from cuda.bindings import nvrtc
+
+    monkeypatch.setattr(nvrtc, "nvrtcGetProgramLogSize", lambda program: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 1))
+    monkeypatch.setattr(nvrtc, "nvrtcGetProgramLog", lambda program, buffer: (nvrtc.nvrtcResult.NVRTC_SUCCESS,))
+    used = jit.report(UNIT, "sm_90a")
+    assert list(used) == ["fill", "clear"]
+    assert 0 < used["fill"].registers < 64
+    assert used["fill"].spill_bytes is used["fill"].shared is None
+    with pytest.raises(KernelError, match=r"unit 'fill' has no entry 'drain' .* it has .*clear"):
+        jit.compile_unit(Unit("fill", SOURCE, ("fill", "drain")), "sm_90a")
 
 
 def test_a_compile_error_carries_log_and_name():
@@ -178,6 +230,7 @@ import cuda.pathfinder
 def absent(name):
     raise cuda.pathfinder.DynamicLibNotFoundError(name)
 cuda.pathfinder.load_nvidia_dynamic_lib = absent
+from runtime import cubin as cubins
 from runtime import jit
 try:
     jit.compile_unit(jit.Unit("u", "", ()), "sm_90a")
@@ -322,6 +375,15 @@ def test_many_processes_share_a_cache(cache):
         cubins = pool.starmap(jit.compile_unit, [(unit, "sm_90a") for unit in units for _ in range(4)], chunksize=1)
     assert cubins == [jit.compile_unit(unit, "sm_90a") for unit in units for _ in range(4)]
     assert sorted(path.name for path in cache.iterdir()) == sorted(jit._key(unit, "sm_90a") for unit in units)
+
+
+def test_several_units_are_compiled_at_once(cache):
+    """All are kept, in order; the first that the compiler refuses ends it."""
+    units = [Unit(f"u{i}", SOURCE + f"// {i}", UNIT.entries) for i in range(4)]
+    assert [found[0] for found in jit.precompile(units, "sm_90a")] == units
+    assert sorted(path.name for path in cache.iterdir()) == sorted(jit._key(unit, "sm_90a") for unit in units)
+    with pytest.raises(CompileError, match="unit 'broken' does not compile"):
+        list(jit.precompile([units[0], Unit("broken", "int y = nothing;", ()), *units], "sm_90a"))
 
 
 def test_a_folder_that_cannot_be_written_warns_once(tmp_path, monkeypatch, compiles):
@@ -583,6 +645,28 @@ def test_a_unit_is_loaded_once_per_device(fake, compiles):
         module.kernel("drain")
 
 
+def test_units_begun_are_compiled_once(fake, compiles):
+    fake()
+    other = Unit("other", SOURCE, UNIT.entries)
+    jit.begin([UNIT, other], "cuda")
+    jit.begin([UNIT], 1)
+    assert jit.load(UNIT, 1).kernel("fill").entry == "fill"
+    jit.begin([UNIT], 1)  # loaded by now
+    jit.load(other, 1)
+    assert sorted(compiles) == ["fill", "other"]
+    assert not jit._begun
+
+
+def test_errors_of_units_begun_are_told_by_load(fake):
+    fake()
+    broken = Unit("broken", "int y = nothing;", ())
+    jit.begin([broken], "cuda")
+    with pytest.raises(CompileError, match="unit 'broken' does not compile"):
+        jit.load(broken, "cuda")
+    with pytest.raises(CompileError, match="unit 'broken' does not compile"):
+        jit.load(broken, "cuda")
+
+
 def test_a_launch_passes_what_it_was_given(fake):
     driver = fake()
     kernel = jit.load(UNIT, 1).kernel("fill")
@@ -661,7 +745,8 @@ def test_a_refused_launch_says_its_shape(fake):
 @pytest.fixture
 def bundle(tmp_path, monkeypatch):
     """A bundle on disk, and a stand-in for what chooses its units."""
-    monkeypatch.setattr("runtime.units.units", lambda b: [UNIT, Unit(f"layers{b.model.l}", SOURCE, ("clear",))])
+    monkeypatch.setattr("runtime.units.units", lambda b: [UNIT])
+    monkeypatch.setattr("runtime.pack.units", lambda b, arch: [Unit(f"layers{b.model.l}", SOURCE, ("clear",))])
     return str(random_bundle([kivi(2, 32)] * 2, 4, 2, 64).save(tmp_path / "bundle"))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from artifacts import LayerFormat
 from runtime import CacheFullError, KVCache
+from tests.attending import pool_bytes
 from tests.formats import CASES, cache_numbers, kivi, kvquant, random_bundle
 
 H_Q, H_KV, D = 4, 2, 32
@@ -154,7 +155,9 @@ def test_pages_that_nobody_owns_are_used_again(max_tokens):
     sides = [side for layer in kv for side in (layer.key, layer.value)]
     before = [side.pool.capacity for side in sides]
     kv.select([1, 1])
-    assert all(len(side.free) == side.pool.capacity - side.used[0] for side in sides)  # shared pages count once
+    books = [side.tables.book for side in sides]
+    # Shared pages count once.
+    assert all(len(book.free) == book.capacity - side.used[0] for book, side in zip(books, sides, strict=True))
     kv.select([0])
     attend(kv, *tokens(150))
     assert [side.pool.capacity for side in sides] == before
@@ -267,3 +270,151 @@ def test_half_precision_is_kept_and_given_back(dtype):
 def test_sizes_that_make_no_sense(b, max_tokens):
     with pytest.raises(ValueError, match=rf"b={b}, max_tokens={max_tokens}: both must be at least 1"):
         KVCache(BUNDLE, b, max_tokens)
+
+
+def room_for(tokens, b=3, most=400):
+    """A cache with room for so many tokens of one sequence and no more, whatever the sequences are."""
+    budget = pool_bytes(BUNDLE, tokens, b, most)
+    kv = KVCache(BUNDLE, b, most, budget=budget)
+    assert kv.nbytes <= budget < b * BUNDLE.geometry.cache_bytes(most, 4)
+    return kv
+
+
+def alone(seed, *sizes):
+    """A cache of one sequence to which so many tokens came, one pass each."""
+    kv = KVCache(BUNDLE, 1)
+    for i, m in enumerate(sizes):
+        attend(kv, *tokens(m, seed + i))
+    return kv
+
+
+def pass_of(kv, sequence, seed, m):
+    """m tokens for one sequence of a larger cache, through all layers."""
+    q, k, v = tokens(m, seed)
+    positions = torch.tensor([kv.lengths[sequence]])[:, None] + torch.arange(m)
+    return torch.stack([layer.attend(q, k, v, positions, None, D**-0.5, [sequence]) for layer in kv])
+
+
+def assert_continues_as(kv, sequence, other):
+    """The next tokens of a sequence see what those of another cache's only sequence see."""
+    for seed, m in ((70, 1), (71, 40)):
+        assert torch.equal(pass_of(kv, sequence, seed, m), attend(other, *tokens(m, seed)))
+
+
+def test_sequences_share_a_pool_of_fixed_bytes():
+    """One sequence may take nearly all of it; when it ends, others do; bytes never change."""
+    kv = room_for(300)
+    before, free = kv.nbytes, kv.free_tokens()
+    assert 300 <= free < 400
+    pass_of(kv, 1, 0, 280)
+    message = r"more pages are needed, \d+ of \d+ are free: wait until sequences end, or give the cache a larger"
+    with pytest.raises(CacheFullError, match=message):
+        pass_of(kv, 0, 10, 200)
+    assert kv.lengths == [0, 280, 0]
+    assert_continues_as(kv, 1, alone(0, 280))
+    kv.release(1)
+    assert kv.free_tokens() == free
+    for i in range(3):
+        pass_of(kv, i, 20 + i, 90)
+    assert_continues_as(kv, 1, alone(21, 90))
+    assert kv.nbytes == before
+
+
+def test_out_of_pages_leaves_every_sequence_and_layer_intact():
+    """Also where the pages of one format would do and those of another do not."""
+    kv = room_for(200)
+    for i, m in enumerate((95, 60, 35)):
+        pass_of(kv, i, 10 * i, m)
+    before = copy.deepcopy(kv)
+    positions = torch.tensor(kv.lengths)[:, None] + torch.arange(60)
+    for layer in kv:
+        with pytest.raises(CacheFullError):
+            layer.attend(*tokens(60, 5, b=3), positions, None, D**-0.5)
+    assert_same_content(kv, before)
+    assert kv.free_tokens() == before.free_tokens()
+    assert_continues_as(kv, 2, alone(20, 35))
+
+
+def test_what_is_reserved_is_kept():
+    kv = room_for(300)
+    kv.reserve(0, 200)
+    with pytest.raises(CacheFullError, match="more pages are needed"):
+        kv.reserve(1, 200)
+    with pytest.raises(CacheFullError, match="401 tokens, but a sequence of this cache holds at most 400"):
+        kv.reserve(1, 401)
+    free = kv.free_tokens()
+    kv.reserve(1, free)
+    with pytest.raises(CacheFullError):
+        pass_of(kv, 2, 0, 60)
+    for sequence, n in ((0, 200), (1, free)):
+        pass_of(kv, sequence, 30, n)
+    with pytest.raises(ValueError, match="sequence 0 holds 200 tokens already: release it first"):
+        kv.reserve(0, 250)
+
+
+def test_forks_share_pages_and_nothing_else():
+    kv = room_for(300)
+    pass_of(kv, 0, 0, 250)
+    kv.fork(0, 2)  # would not fit twice
+    assert kv.lengths == [250, 0, 250]
+    assert_continues_as(kv, 2, alone(0, 250))
+    assert_continues_as(kv, 0, alone(0, 250))
+    kv.release(0)
+    other = alone(0, 250, 1, 40)
+    kv.release(2)
+    pass_of(kv, 2, 0, 250)
+    assert other.lengths == [291]
+    assert_continues_as(kv, 2, alone(0, 250))
+
+
+def test_a_fork_outlives_its_source():
+    kv = room_for(300)
+    pass_of(kv, 0, 0, 150)
+    kv.fork(0, 1)
+    kv.release(0)
+    pass_of(kv, 0, 50, 90)
+    assert_continues_as(kv, 1, alone(0, 150))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["pass", "release", "fork"]), st.integers(0, 2), st.integers(1, 70)), max_size=12
+    )
+)
+def test_sequences_come_and_go(events):
+    """Whatever happened to the others, a sequence holds what it would hold alone; pages come back."""
+    kv, history = room_for(330), [[], [], []]
+    free = kv.free_tokens()
+    for number, (event, i, m) in enumerate(events):
+        if event == "release" or (event == "fork" and not history[i - 1]):
+            kv.release(i)
+            history[i] = []
+        elif event == "fork":
+            kv.release(i)
+            kv.fork((i - 1) % 3, i)
+            history[i] = list(history[i - 1])
+        else:
+            try:
+                pass_of(kv, i, number, m)
+            except CacheFullError:
+                continue
+            history[i].append((number, m))
+    for i, passes in enumerate(history):
+        fresh = KVCache(BUNDLE, 1)
+        for seed, m in passes:
+            attend(fresh, *tokens(m, seed))
+        for layer, other in zip(kv, fresh, strict=True):
+            for mine, theirs in ((layer.key, other.key), (layer.value, other.value)):
+                assert torch.equal(mine.dense(i), theirs.dense(0)) if mine.used[i] else not theirs.used[0]
+                pairs = zip(mine.exact(i, layer.lengths[i]), theirs.exact(0, other.lengths[0]), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+        kv.release(i)
+    assert kv.free_tokens() == free
+
+
+def test_budgets_that_make_no_sense():
+    with pytest.raises(ValueError, match=r"budget=1000: say the most that a sequence may hold, too \(max_tokens=\)"):
+        KVCache(BUNDLE, 1, budget=1000)
+    with pytest.raises(CacheFullError, match=r"budget=1000: windows and tables of 2 sequences take \d+ bytes"):
+        KVCache(BUNDLE, 2, 400, budget=1000)

@@ -138,9 +138,9 @@ def test_dropped_sequences_give_their_segments_back():
     for layer in kv:
         layer.attend(q, k, v, torch.arange(100)[None], None, D**-0.5)
     side = kv.layers[0].key
-    free = len(side.free_segments)
+    free = len(side.tables.book.free_segments)
     kv.select([1])
-    assert len(kv.layers[0].key.free_segments) == free + 1
+    assert len(kv.layers[0].key.tables.book.free_segments) == free + 1
     kept = kv.layers[0].key.dense(0)
     attend(kv, 64, 3)
     assert torch.equal(kv.layers[0].key.dense(0)[: kept.shape[0]], kept)

@@ -11,9 +11,10 @@ from artifacts import PageShape, Sparse
 from artifacts.parts.sparse import BLOCK
 from runtime.parts import sparse
 from tests.formats import SIDES, cache_numbers, random_tensors
+from tests.oracles import order
 from tests.oracles.sparse import online, outside
 
-SMALL = PageShape(8, 2, 32, "key")  # two blocks of 256 numbers, one for each head
+SMALL = PageShape(16, 2, 16, "key")  # two blocks of 256 numbers, one for each head
 WITH_OUTLIERS = [side for side in SIDES if side[1].sparse]
 
 
@@ -23,9 +24,9 @@ def select(part, x, **tables):
     return sparse.select(part, PageShape(*x.shape, "key"), torch.from_numpy(x)[None], tables)[0].numpy()
 
 
-def encode(part, residual, outliers):
+def encode(part, residual, outliers, side="key"):
     """Fields and approximation of one page [t, h_kv, d]."""
-    shape, mask = PageShape(*residual.shape, "key"), torch.from_numpy(outliers)[None]
+    shape, mask = PageShape(*residual.shape, side), torch.from_numpy(outliers)[None]
     fields, approximation = sparse.encode(part, shape, torch.from_numpy(residual)[None], mask, {})
     return {name: field[0].numpy() for name, field in fields.items()}, approximation[0].numpy()
 
@@ -48,7 +49,7 @@ def test_outliers_are_the_oracles(name, fmt, h_kv, d, side):
 
 
 @given(
-    arrays(np.float32, (8, 2, 32), elements=st.integers(-3, 3)),
+    arrays(np.float32, (16, 2, 16), elements=st.integers(-3, 3)),
     st.sampled_from([0.01, 0.1, 0.25]),
     st.sampled_from(["token", "channel"]),
 )
@@ -56,7 +57,7 @@ def test_online_outliers_with_ties(x, fraction, axis):
     """Which of equal numbers is taken may be chosen; how many, and that none beyond them is left, may not."""
     part = Sparse(fraction, axis, "online")
     mask, per_end = select(part, x), part.per_end(SMALL)
-    x, mask = (y.reshape(8, -1) if axis == "token" else y.reshape(8, -1).T for y in (x, mask))
+    x, mask = (y.reshape(16, -1) if axis == "token" else y.reshape(16, -1).T for y in (x, mask))
     for numbers, taken in zip(x, mask, strict=True):
         assert taken.sum() == 2 * per_end
         rest, ends = np.sort(numbers[~taken]), np.sort(numbers[taken])
@@ -64,17 +65,17 @@ def test_online_outliers_with_ties(x, fraction, axis):
         assert rest[-1] <= ends[per_end]
 
 
-@given(arrays(np.float32, (8, 2, 32), elements=st.integers(-4, 4)), st.integers(-4, 0), st.integers(0, 4))
+@given(arrays(np.float32, (16, 2, 16), elements=st.integers(-4, 4)), st.integers(-4, 0), st.integers(0, 4))
 def test_thresholds_themselves_are_no_outliers(x, lower, upper):
     part = Sparse(0.25, "matrix", "bundle", capacity=4)  # room for every number
     mask = select(part, x, lower=[[lower]], upper=[[upper]])
     expected = (x < lower) | (x > upper)
-    full = expected.transpose(1, 0, 2).reshape(2, -1).all(-1)
+    full = expected.all((0, 2))  # a head is one block
     np.testing.assert_array_equal(mask[:, ~full], expected[:, ~full])
 
 
 def test_a_threshold_that_is_the_largest_number():
-    x = np.full((8, 2, 32), -3e38, np.float32)
+    x = np.full((16, 2, 16), -3e38, np.float32)
     x[0, 0, :3] = [-3.2e38, 3e38, 3.2e38]
     mask = select(Sparse(0.25, "matrix", "bundle", capacity=4), x, lower=[[-3e38]], upper=[[3e38]])
     assert np.argwhere(mask).tolist() == [[0, 0, 0], [0, 0, 2]]  # the width of the range overflows
@@ -84,18 +85,18 @@ def test_a_full_page_keeps_the_furthest_outside():
     """In units of the half width: channel 0 has width 2 and channel 1 width 20, so 3 and 30 lie outside equally far."""
     part = Sparse(0.01, "channel", "bundle", capacity=1)
     assert part.slots(SMALL) == 6
-    lower, upper = np.full((2, 32), -1.0), np.full((2, 32), 1.0)
+    lower, upper = np.full((2, 16), -1.0), np.full((2, 16), 1.0)
     lower[:, 1], upper[:, 1] = -10, 10
-    x = np.zeros((8, 2, 32), np.float32)
-    x[:, 0, 0] = [0, 1.5, 4.0, -2.5, 0, 0, 0, 1.25]  # outside by 0.5, 3, 1.5, 0.25 half widths
-    x[:, 1, 1] = [-60, 11, 12, 0, 0, 30, 0, -26]  # outside by 5, 0.1, 0.2, 2, 1.6
+    x = np.zeros((16, 2, 16), np.float32)
+    x[:8, 0, 0] = [0, 1.5, 4.0, -2.5, 0, 0, 0, 1.25]  # outside by 0.5, 3, 1.5, 0.25 half widths
+    x[:8, 1, 1] = [-60, 11, 12, 0, 0, 30, 0, -26]  # outside by 5, 0.1, 0.2, 2, 1.6
     mask = select(part, x, lower=lower, upper=upper)
     assert np.argwhere(mask).tolist() == [[0, 1, 1], [1, 0, 0], [2, 0, 0], [3, 0, 0], [5, 1, 1], [7, 1, 1]]
 
 
 def test_equally_far_outside_the_first_ones_stay():
     part = Sparse(0.01, "matrix", "bundle", capacity=1)
-    x = np.full((8, 2, 32), 2.0, np.float32)
+    x = np.full((16, 2, 16), 2.0, np.float32)
     x[0, 0, 1] = 0
     mask = select(part, x, lower=[[-1]], upper=[[1]])
     assert np.argwhere(mask).tolist() == [[0, 0, channel] for channel in (0, 2, 3, 4, 5, 6)]
@@ -103,9 +104,9 @@ def test_equally_far_outside_the_first_ones_stay():
 
 def test_channels_without_range_come_first():
     part = Sparse(0.01, "channel", "bundle", capacity=1)
-    lower, upper = np.full((2, 32), -1.0), np.full((2, 32), 1.0)
+    lower, upper = np.full((2, 16), -1.0), np.full((2, 16), 1.0)
     lower[1, 5] = upper[1, 5] = 0.25
-    x = np.full((8, 2, 32), 1e6, np.float32)
+    x = np.full((16, 2, 16), 1e6, np.float32)
     x[:, 1, 5] = np.float32(0.25) + np.float32(2**-24)
     x[6:, 1, 5] = 0.25
     mask = select(part, x, lower=lower, upper=upper)
@@ -127,15 +128,15 @@ def check_full_blocks(part, x, everything, **tables):
 
 def test_a_block_of_outliers_alone_loses_the_least():
     """A count has to fit one byte."""
-    x = np.random.default_rng(0).permutation(8 * 2 * 32).reshape(8, 2, 32).astype(np.float32) + 2
+    x = np.random.default_rng(0).permutation(16 * 2 * 16).reshape(16, 2, 16).astype(np.float32) + 2
     part = Sparse(0.25, "matrix", "bundle", capacity=4)
     check_full_blocks(part, x, np.ones(x.shape, bool), lower=[[-1.0]], upper=[[1.0]])
 
 
 def test_a_block_of_online_outliers_alone_loses_the_least():
-    """A quarter of the 256 channels of a token are two whole heads."""
-    x = np.random.default_rng(0).uniform(-0.1, 0.1, (8, 8, 32)).astype(np.float32)
-    x[:, 0] = np.linspace(5, 6, 8 * 32).reshape(8, 32)
+    """A quarter of the 128 channels of a token are two whole heads."""
+    x = np.random.default_rng(0).uniform(-0.1, 0.1, (16, 8, 16)).astype(np.float32)
+    x[:, 0] = np.linspace(5, 6, 16 * 16).reshape(16, 16)
     x[:, 1] = -x[:, 0]
     check_full_blocks(Sparse(0.25, "token", "online"), x, np.abs(x) > 1)
 
@@ -145,26 +146,48 @@ def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d, side):
     part, shape = fmt.sparse, PageShape(fmt.t, h_kv, d, side)
     x = cache_numbers((fmt.t, h_kv, d), 1)
     mask = select(part, x, **random_tensors(fmt, h_kv, d, 0))
-    fields, approximation = encode(part, x, mask)
+    fields, approximation = encode(part, x, mask, side)
     for field in part.page_fields(shape):
         assert fields[field.name].shape == field.shape
-    by_head = mask.transpose(1, 0, 2).reshape(h_kv, -1)
-    position = np.concatenate([np.flatnonzero(row) for row in by_head])
+    listed = order.listed(mask, side)
+    position = np.concatenate([np.flatnonzero(row) for row in listed])
     used = position.size
     assert used > 0
-    np.testing.assert_array_equal(fields["start"], np.cumsum([0, *by_head.sum(-1)]))
-    np.testing.assert_array_equal(fields["count"], by_head.reshape(h_kv, -1, BLOCK).sum(-1))
+    per_tile = listed.reshape(-1, 16 * d).sum(-1)
+    np.testing.assert_array_equal(fields["start"], np.cumsum([0, *per_tile]))
+    np.testing.assert_array_equal(fields["count"], listed.reshape(h_kv, -1, BLOCK).sum(-1))
     np.testing.assert_array_equal(fields["index"][:used], position % BLOCK)
-    np.testing.assert_array_equal(
-        fields["correction"][:used], x.transpose(1, 0, 2)[by_head.reshape(h_kv, fmt.t, d)].astype(np.float16)
-    )
+    np.testing.assert_array_equal(fields["correction"][:used], order.listed(x, side)[listed].astype(np.float16))
     np.testing.assert_array_equal(approximation, np.where(mask, x.astype(np.float16), 0))
     np.testing.assert_array_equal(decode(part, fields, shape), approximation)
 
 
+@given(
+    st.sampled_from([16, 48]),
+    st.sampled_from([16, 64, 96, 128]),
+    st.sampled_from(["key", "value"]),
+    st.floats(0, 0.3),
+    st.integers(0, 99),
+)
+def test_positions_rise_and_starts_agree_with_counts(t, d, side, share, seed):
+    """Any reader may begin at any tile: its list ends where the next one's begins, and goes up within each block."""
+    shape, rng = PageShape(t, 3, d, side), np.random.default_rng(seed)
+    x, mask = rng.normal(size=(t, 3, d)).astype(np.float32), rng.random((t, 3, d)) < share
+    part = Sparse(0.25, "matrix", "bundle", capacity=4)
+    fields, approximation = encode(part, x, mask, side)
+    counts = fields["count"].reshape(3 * t // 16, d // 16).astype(int)
+    np.testing.assert_array_equal(np.diff(fields["start"].astype(int)), counts.sum(-1))
+    assert fields["start"][-1] == mask.sum()
+    block = np.repeat(np.arange(counts.size), counts.reshape(-1))
+    position = block * BLOCK + fields["index"][: block.size]
+    assert (np.diff(position) > 0).all()
+    np.testing.assert_array_equal(decode(part, fields, shape), approximation)
+    np.testing.assert_array_equal(approximation, np.where(mask, x.astype(np.float16), 0))
+
+
 def test_unused_slots_are_never_read():
     part = Sparse(0.25, "matrix", "bundle", capacity=4)
-    x = cache_numbers((8, 2, 32), 1)
+    x = cache_numbers((16, 2, 16), 1)
     fields, approximation = encode(part, x, x > 1)
     used = fields["start"][-1]
     fields["index"][used:], fields["correction"][used:] = 255, np.nan
@@ -173,7 +196,7 @@ def test_unused_slots_are_never_read():
 
 def test_a_page_without_outliers():
     fields, approximation = encode(
-        Sparse(0.01, "matrix", "bundle"), cache_numbers((8, 2, 32), 1), np.zeros((8, 2, 32), bool)
+        Sparse(0.01, "matrix", "bundle"), cache_numbers((16, 2, 16), 1), np.zeros((16, 2, 16), bool)
     )
     assert not fields["start"].any()
     assert not fields["count"].any()
@@ -182,7 +205,7 @@ def test_a_page_without_outliers():
 
 
 def test_corrections_beyond_float16_saturate():
-    x = np.zeros((8, 2, 32), np.float32)
+    x = np.zeros((16, 2, 16), np.float32)
     x[3, 0, 4], x[3, 1, 4] = 1e30, -65519
     _, approximation = encode(Sparse(0.01, "matrix", "bundle"), x, x != 0)
     assert approximation[3, 0, 4] == 65504

@@ -1,0 +1,99 @@
+"""`show`: what is in a bundle."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from artifacts.loading import load
+from artifacts.summary import FULL_BITS, layer_range, summarize
+
+HELP = "formats per layer, bits, bytes per token, provenance"
+EXITS = {0: "shown"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle."""
+    parser.add_argument("path", metavar="PATH", help="folder of a bundle")
+
+
+def run(options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], int]:
+    """`summarize` of the bundle."""
+    return summarize(load(options.path)), 0
+
+
+def render(facts: dict[str, Any]) -> RenderableType:
+    """Tables. Texts of the bundle are shown as they are: nothing in them is markup."""
+    return Group(_model(facts), _formats(facts), _sizes(facts), _provenance(facts))
+
+
+def _model(facts: dict[str, Any]) -> Table:
+    model, rope = facts["model"], facts["model"]["rope"]
+    rows = {
+        "recipe": facts["recipe"],
+        "model": f"{model['name']} ({model['architecture']})",
+        "shape": f"{model['l']} layers, {model['h_q']} query heads, {model['h_kv']} kv heads of {model['d']} channels",
+        "rotary embedding": f"{rope['kind']}, {rope['dim']} channels, {rope['layout']}, factor {rope['scaling']:g}",
+        "configuration": model["config_hash"],
+        "weights": model["weights_hash"],
+        "tensors": f"{facts['tensors']['count']}, {facts['tensors']['bytes'] / 1024:.1f} KiB",
+        "pages": f"{facts['bytes_per_token']:g} bytes per token, all layers",
+    }
+    return pairs("Bundle", rows)
+
+
+def _formats(facts: dict[str, Any]) -> Table:
+    table = titled("Formats")
+    for name in ("layers", "side", "bits in pages", "bytes/token", "tokens/page", "window", "domain", "parts"):
+        table.add_column(name)
+    for group in facts["formats"]:
+        for side in ("key", "value"):
+            shown, fmt = group[side], group[side]["format"]
+            window = f"{fmt['window']['sinks']} first, {fmt['window']['recent']} last"
+            cells = (f"{shown['page_bits']:.3f}", f"{shown['bytes_per_token']:g}", str(fmt["t"]), window)
+            table.add_row(*map(Text, (layer_range(group), side, *cells, fmt["domain"], shown["words"])))
+    return table
+
+
+def _sizes(facts: dict[str, Any]) -> Table:
+    table = titled("Cache of one sequence, everything counted")
+    for name in ("tokens", "bits per number", "MiB", "less than 16 bits"):
+        table.add_column(name, justify="right")
+    for size in facts["sizes"]:
+        bits = size["bits"]
+        table.add_row(str(size["tokens"]), f"{bits:.3f}", f"{size['bytes'] / 2**20:.1f}", f"{FULL_BITS / bits:.2f}x")
+    return table
+
+
+def _provenance(facts: dict[str, Any]) -> RenderableType:
+    return Group(
+        pairs("Calibration", dict(flat(facts["calibration"])) or {"": "nothing is known of it"}),
+        pairs("Evaluation", dict(flat(facts["evaluation"] or {})) or {"": "not evaluated"}),
+    )
+
+
+def titled(title: str) -> Table:
+    """An empty table."""
+    return Table(title=Text(title), title_justify="left")
+
+
+def pairs(title: str, rows: dict[str, Any]) -> Table:
+    """A table of names and values."""
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(printable(name)), Text(printable(value)))
+    return table
+
+
+def printable(value: Any) -> str:
+    """Text for a terminal: no control characters, which could move its cursor or change its title."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
+
+
+def flat(data: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Leaves of nested JSON data with their dotted paths; lists count as leaves."""
+    if not isinstance(data, dict):
+        return [(path, data)]
+    return [leaf for name, value in data.items() for leaf in flat(value, f"{path}.{name}" if path else name)]

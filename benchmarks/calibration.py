@@ -1,0 +1,196 @@
+"""Time and memory of calibration for the shape of a large model, with random weights made on the device.
+
+    python -m benchmarks.calibration --samples 16,256 --out docs/results/calibration-1gpu.json
+    torchrun --nproc-per-node 4 -m benchmarks.calibration --samples 32 --out docs/results/calibration-4gpu.json
+
+Runs what `python -m calib method=kvquant bits=3 eval=none` runs once the model is loaded: checksums of the weights,
+both passes, merging and fits of all layers, stages on disk, the bundle. Text is random tokens, as weights are random.
+The first run is a rehearsal on one sample a rank (kernels are compiled and loaded); it is reported as such.
+Memory is the most that torch held at once besides the weights, and the host's peak resident set of the process.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from hydra import compose, initialize_config_dir
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from calib import passes
+from calib.__main__ import CONF
+from calib.config import Settings, register
+from calib.data import Tokens
+from calib.devices import Place, place
+from calib.inputs import of_model
+from calib.pipeline import calibrate
+from calib.ranks import Ranks, leave
+from calib.store import Store
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+                  "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096},
+    "llama3-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+                   "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+                   "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "vocab_size": 1000},
+}  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama2-7b")
+    parser.add_argument("--samples", default="16", help="one run for each number (default: %(default)s)")
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--device", default="auto", help="as the option of calib (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--bundle", type=Path, help="folder for the last run's bundle, to compare bits")
+    return parser.parse_args()
+
+
+def random_model(shape: str, placed: Place) -> PreTrainedModel:
+    """The shape in bfloat16 with random weights made where they stay, the same on every rank."""
+    config = LlamaConfig(**SHAPES[shape])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    gpus: tuple[int | torch.device, ...] = placed.gpus or (placed.device,)
+    layers = config.num_hidden_layers
+    where: dict[str, Any] = {f"model.layers.{i}": gpus[i * len(gpus) // layers] for i in range(layers)}
+    where |= {"model.embed_tokens": gpus[0], "model.rotary_emb": gpus[0], "model.norm": gpus[-1], "lm_head": gpus[-1]}
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    for name, device in where.items():
+        module = model.get_submodule(name)
+        torch.manual_seed(sum(name.encode()))
+        if name == "model.rotary_emb":
+            module.to(device)
+            continue
+        module.to_empty(device=device)
+        for weight in module.parameters():
+            weight.data.normal_(0, config.initializer_range) if weight.dim() > 1 else weight.data.fill_(1)
+    if len(gpus) > 1:
+        dispatch_model(model, where)
+    return model.eval().requires_grad_(False)
+
+
+class Clock:
+    """Seconds of each stage, with the device idle at both ends."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, dict[str, float]()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def timed(clock: Clock) -> Callable[[], None]:
+    """Makes the stages of a pass tell the clock how long they take; the result undoes it."""
+    real = {name: getattr(passes, name) for name in ("_observe", "_merged", "_fit")}
+    titles = {"_observe": "collect", "_merged": "merge", "_fit": "fit"}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            title = f"{titles[name]}, {args[3]}" if name == "_observe" else titles[name]
+            with clock.stage(title):
+                return real[name](*args)
+
+        return call
+
+    for name in real:
+        setattr(passes, name, wrap(name))
+    return lambda: [setattr(passes, name, function) for name, function in real.items()] and None
+
+
+def one_run(model: PreTrainedModel, settings: Settings, samples: int, ranks: Ranks, out: Path | None) -> dict[str, Any]:
+    """Seconds by stage and peak memory of one calibration."""
+    clock, seqlen = Clock(model.device), settings.config.seqlen
+    generator = torch.Generator().manual_seed(samples)
+    ids = torch.randint(0, model.config.vocab_size, (samples, seqlen), generator=generator)
+    gpus = sorted({weight.device for weight in model.parameters() if weight.is_cuda}, key=str)
+    weights = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    undo = timed(clock)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            with clock.stage("checksum of the weights"):
+                work = passes.Work(ranks, Store(Path(folder) / "work"), of_model(model), settings.config.checkpoint)
+            bundle = calibrate(model, settings, Tokens(ids, "random"), None, work)
+            if ranks.first:
+                with clock.stage("save"):
+                    bundle.save(out or Path(folder) / "bundle")
+            total = time.perf_counter() - start
+            files = [path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()]
+    finally:
+        undo()
+    found = {
+        "samples": samples,
+        "total_s": round(total, 2),
+        "stages_s": {name: round(seconds, 2) for name, seconds in clock.seconds.items()},
+        "largest_file_MB": round(max(files, default=0) / 1e6, 1),
+        "host_peak_GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }
+    if gpus:
+        above = [torch.cuda.max_memory_allocated(gpu) - weights[gpu] for gpu in gpus]
+        found["weights_GB"] = [round(size / 1e9, 2) for size in weights.values()]
+        found["peak_above_weights_GB"] = [round(size / 1e9, 2) for size in above]
+    return found
+
+
+def main() -> None:
+    given = arguments()
+    register()
+    placed = place(given.device)
+    ranks = Ranks.join(placed.device)
+    model = random_model(given.shape, placed)
+    options = ["method=kvquant", "bits=3", "outliers=0.01", "eval=none", f"seqlen={given.seqlen}"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = Settings.of(compose("config", options))
+    runs = [one_run(model, settings, ranks.world, ranks, None)]
+    for samples in map(int, given.samples.split(",")):
+        runs.append(one_run(model, settings, samples, ranks, given.bundle))
+        if ranks.first:
+            print(json.dumps(runs[-1]), flush=True)
+    leave()
+    if ranks.first:
+        result = {
+            "command": shlex.join(["python", "-m", "benchmarks.calibration", *sys.argv[1:]]),
+            "calibration": shlex.join(options),
+            "ranks": ranks.world,
+            "shape": {"name": given.shape, "layers": model.config.num_hidden_layers},
+            "rehearsal": runs[0],
+            "runs": runs[1:],
+            "device": torch.cuda.get_device_name() if placed.device.type == "cuda" else platform.machine(),
+            "cores": os.cpu_count(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__}
+            | {"transformers": version("transformers")},
+        }
+        if given.out:
+            given.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Time per token of a whole model on a GPU: compressed caches against fp16, both from CUDA graphs, in the same engine.
+
+    python -m benchmarks.decode_model --out decode-model.json [--shapes llama2-7b@1x4096 ...] [--formats nuq3-1 ...]
+
+Weights are random, of the real architecture's sizes: times and bytes do not depend on them. Caches are filled through
+pack with numbers like a cache's (`benchmarks.decode_attention`), of which every 4096 tokens are alike. A step is the
+whole model: embedding, all layers with writing, attention and packing, logits. The baseline's attention is PyTorch's
+with the cuDNN backend over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight
+tokens before the named length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop
+instead, over 64 steps that fill one: pages taken, graph replayed, tokens chosen on the host.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from artifacts import Bundle, LayerFormat
+from benchmarks.decode_attention import FORMATS, numbers, tables
+from runtime import KVCache, Sampling
+from runtime.decoding import DeviceSteps
+from runtime.dense import DenseCache
+from runtime.hf import fingerprint, rotary
+from runtime.hf_decoder import HFDecoder
+from runtime.sampling import choose
+
+MODELS = {
+    "llama2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "llama3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+ALIKE = 4096  # tokens
+SHORT = 8  # tokens
+LOOP = 64  # steps of the engine's loop: a page fills once
+
+
+@dataclass
+class Row:
+    """One cache at one shape. Bytes: of weights; of the cache as torch counts them and as the geometry predicts; the
+    most that was allocated during steps, weights included. ratio: fp16's time over this one's."""
+
+    shape: str
+    cache: str
+    bits: float
+    step_us: float
+    loop_us: float
+    fill_s: float
+    weight_bytes: int
+    cache_bytes: int
+    predicted_bytes: int
+    peak_bytes: int
+    ratio: float
+
+
+def model_of(name: str, layers: int, positions: int) -> HFDecoder:
+    """The decoder of a shape, random weights in float16 on the device."""
+    config = LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=32, max_position_embeddings=positions, **MODELS[name]
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    return HFDecoder(model.eval().requires_grad_(False))
+
+
+def bundle_of(decoder: HFDecoder, formats: LayerFormat) -> Bundle:
+    """A bundle with the same tensors for all layers."""
+    found = fingerprint(decoder.model)
+    sample = numbers(1024, found.h_kv, 99)
+    tensors = {"rope.inv_freq": rotary(decoder.model)[1].numpy()}
+    for side, fmt in (("key", formats.key), ("value", formats.value)):
+        for name, tensor in tables(fmt, sample).items():
+            tensors |= {f"layers.{layer}.{side}.{name}": tensor.cpu().numpy() for layer in range(found.l)}
+    return Bundle("random", found, (formats,) * found.l, tensors)
+
+
+def median_us(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Median time of a replay in microseconds."""
+    graph.replay()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < seconds * 1e6:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def fresh_peak() -> int:
+    """Bytes allocated now, from which the next peak counts."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row:
+    """The fp16 cache at length n."""
+    found, weights = fingerprint(decoder.model), fresh_peak()
+    cache = DenseCache(decoder, found.l, found.h_kv, found.d, b, n)
+    held = torch.cuda.memory_allocated() - weights
+    few = numbers(min(n, 256), found.h_kv, 1).half().transpose(0, 1)
+    for start in range(0, n, few.shape[1]):
+        part = cache.numbers[:, :, :, :, start : start + few.shape[1]]
+        part.copy_(few[:, : part.shape[4]].expand_as(part))
+    us = median_us(cache.capture(n), seconds)
+    predicted = 2 * found.l * b * n * found.h_kv * found.d * 2
+    peak = torch.cuda.max_memory_allocated()
+    return Row(shape, "fp16", 16.0, us, us, 0.0, weights, held, predicted, peak, 1.0)
+
+
+def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, seconds: float, fp16_us: float) -> Row:
+    """A compressed cache at length n."""
+    bundle, weights = bundle_of(decoder, FORMATS[name]), fresh_peak()
+    most = n + LOOP + 64
+    kv = KVCache(bundle, b, most, torch.float16, "cuda", prompt=n - 1)
+    held = torch.cuda.memory_allocated() - weights
+    steps = DeviceSteps(decoder, kv, [b])
+    start = time.perf_counter()
+    fill(kv, n - 1)
+    fill_s = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    step = steps.steps[b]
+    assert step.graph is not None
+    kv.take_step(range(b))
+    step.run([1] * b, [n] * b)
+    us = median_us(step.graph, seconds)
+    assert torch.isfinite(step.logits).all(), f"{shape} {name}: logits have NaN"
+    loop_us = loop(steps, b)
+    kv.check()
+    geometry = bundle.geometry
+    predicted = b * geometry.cache_bytes(most, 2, n - 1)
+    peak = torch.cuda.max_memory_allocated()
+    return Row(
+        shape, name, geometry.bits(n, 2, n), us, loop_us, fill_s, weights, held, predicted, peak, fp16_us / us
+    )  # fmt: skip
+
+
+def fill(kv: KVCache, n: int) -> None:
+    """n tokens for every sequence of the cache, through pack."""
+    model = kv.bundle.model
+    few = numbers(min(n, ALIKE), model.h_kv, 1).half().transpose(0, 1).contiguous()
+    for layer in kv:
+        for i in range(kv.b):
+            for start in range(0, n, ALIKE):
+                part = few[:, : min(ALIKE, n - start)]
+                layer.append(i, part, part)
+    torch.cuda.synchronize()
+
+
+def loop(steps: DeviceSteps, b: int) -> float:
+    """Microseconds a step of the engine's loop."""
+    tokens = dict.fromkeys(range(b), 1)
+    greedy, draws = [Sampling()] * b, [torch.Generator()] * b
+    for number in range(LOOP + 1):
+        if number == 1:
+            start = time.perf_counter()
+        chosen = choose(steps.run(tokens), greedy, draws)
+        tokens = dict(enumerate(chosen))
+    return (time.perf_counter() - start) / LOOP * 1e6
+
+
+def main() -> None:
+    """Measures all shapes and formats; writes the JSON after each row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x4096", "llama2-7b@1x32768", "llama2-7b@1x131072"])
+    parser.add_argument("--formats", nargs="+", default=["nuq3-1", "nuq2-1", "kivi2-g32"], choices=FORMATS)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of replays for each time")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    decoder, made = None, ""
+    for shape in args.shapes:
+        model, _, size = shape.partition("@")
+        b, n = (int(x) for x in size.split("x"))
+        if model != made:
+            decoder, made = None, model
+            decoder = model_of(model, args.layers, 1 << 20)
+        assert decoder is not None
+        for name in ("fp16", *args.formats):
+            row = (
+                dense(decoder, shape, b, n - SHORT, args.seconds)
+                if name == "fp16"
+                else compressed(decoder, shape, name, b, n - SHORT, args.seconds, rows_of(rows, shape))
+            )
+            rows.append(row)
+            print(
+                f"{shape} {name}: {row.step_us:.0f} us ({row.ratio:.2f}x), loop {row.loop_us:.0f} us, filled in "
+                f"{row.fill_s:.1f} s, cache {row.cache_bytes} bytes, predicted {row.predicted_bytes}",
+                file=sys.stderr,
+                flush=True,
+            )
+            run = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers}
+            with open(args.out, "w") as file:
+                json.dump(run | {"rows": [asdict(row) for row in rows]}, file, indent=1)
+    show(rows)
+
+
+def rows_of(rows: list[Row], shape: str) -> float:
+    """fp16's time at a shape."""
+    return next(row.step_us for row in rows if row.shape == shape and row.cache == "fp16")
+
+
+def show(rows: list[Row]) -> None:
+    """Prints the table."""
+    table = Table(title="one decode step of the whole model")
+    for title in ("shape", "cache", "bits", "us", "ratio", "loop us", "cache GB", "of predicted", "peak GB"):
+        table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
+    for r in rows:
+        table.add_row(
+            r.shape, r.cache, f"{r.bits:.2f}", f"{r.step_us:.0f}", f"{r.ratio:.2f}", f"{r.loop_us:.0f}",
+            f"{r.cache_bytes * 1e-9:.2f}", f"{r.cache_bytes / r.predicted_bytes:.4f}", f"{r.peak_bytes * 1e-9:.2f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

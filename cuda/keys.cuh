@@ -1,0 +1,229 @@
+// Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, outliers, turn), then meet the query.
+#pragma once
+
+#include "factors.cuh"
+#include "query.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Keys {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    using KeyStage = typename L::KeyStage;
+    static constexpr int D = L::D, NT = L::NT, STEPS = L::STEPS, SHARE = L::SHARE;
+    static constexpr bool CHANNELS = K::SCALES == Scales::CHANNEL_PAGE || K::SCALES == Scales::CHANNEL_BUNDLE;
+    static constexpr int BITS = L::KEY_BITS;
+    using Table = typename L::KeyTable;
+
+    const Place<C>& at;
+    Query<C>& query;
+    Turn<K, D, SHARE> rope;
+    RightFactors<C, K, false> factors;
+
+    __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
+
+    // Once a block.
+    __device__ __forceinline__ void prepare() {
+        if constexpr (K::BITS > 0) Table::fill(at.shared, at.params.key.values);
+    }
+
+    // Once a head; a barrier, `fold` and another barrier follow.
+    __device__ __forceinline__ void load() {
+        if constexpr (K::SCALES == Scales::CHANNEL_BUNDLE) {
+            for (int i = threadIdx.x; i < D; i += L::THREADS) {
+                if constexpr (L::CHANNELS_FOLDED) {
+                    at.floats(L::KEY_SCALE)[i] = at.params.key.scale[at.head * D + i];
+                    at.floats(L::KEY_ZERO)[i] = at.params.key.zero[at.head * D + i];
+                } else {  // in the order of pages with scales of their own
+                    const int channel = (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
+                    at.halves(L::KEY_SCALE)[i] = to_half(at.params.key.scale[at.head * D + channel]);
+                    at.halves(L::KEY_ZERO)[i] = to_half(at.params.key.zero[at.head * D + channel]);
+                }
+            }
+        }
+        factors.reset();
+    }
+
+    // What turns and scales keys, into registers; zero points as keys of their own, which are the same in all pages.
+    __device__ __forceinline__ void fold() {
+        if constexpr (L::ROPE) {
+            uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
+            rope.load(
+                at.params.rope, at.tile * TILE, at.step(0), at.r, at.c, [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
+                [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_ZERO)[channel] : 0.f; },
+                [&](int s, const uint4& x) {
+                    if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[s * 32] = x;
+                });
+        }
+    }
+
+    // Scores of the tile in `stage` for all columns, of which its phase's count.
+    __device__ __forceinline__ void scores(const unsigned char* stage, int turn, float (&score)[NT][4]) {
+        fill<L>(score, 0.f);
+        if constexpr (K::BITS > 0 || K::RANK > 0) dense(stage, query.paged(turn), score);
+        if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
+        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, score);
+        if constexpr (K::OUTLIER_SKETCH > 0) sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, score);
+    }
+
+    // What all pages' zero points add to the scores of a turn.
+    __device__ __forceinline__ void add_zeros(int turn, float (&score)[NT][4]) const {
+        if constexpr (L::CHANNELS_FOLDED && L::ROPE) {
+            const uint4* zero_keys = reinterpret_cast<const uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
+            float sum[NT][4];  // apart: the scores of tiles that are not there stay minus infinity
+            fill<L>(sum, 0.f);
+#pragma unroll
+            for (int s = 0; s < SHARE; ++s) {
+                const uint4 x = zero_keys[at.step(s) * 32];
+                const unsigned a[4] = {x.x, x.y, x.z, x.w};
+                query.multiply_paged(a, query.paged(turn), s, sum);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) score[n][e] += sum[n][e];
+            }
+        }
+    }
+
+    // What is the same for all tokens of pages.
+    __device__ __forceinline__ void shift(float (&score)[NT][4]) const {
+        if constexpr (L::SHIFTED) {
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) score[n][e] += at.floats(L::SHIFT)[8 * n + 2 * at.c + e % 2];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void dense(const unsigned char* stage, const unsigned* operand, float (&score)[NT][4]) {
+        LaneWords<BITS, L::RUNS, Table> codes;
+        if constexpr (K::BITS > 0) codes.load(stage, at.lane);
+        const unsigned table = Table::lane_base(at.lane);
+        unsigned left[2];
+        if constexpr (K::RANK > 0) {
+            factors.load(at, at.params.key, stage + KeyStage::SEGMENT);
+            left[0] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r, at.c);
+            left[1] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r + 8, at.c);
+        }
+        float odd[NT][4];  // two sums, so that a product need not wait for the one before
+        fill<L>(odd, 0.f);
+        const unsigned char* channel_scales = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::SCALE : at.shared + L::KEY_SCALE + at.part * (2 * D / L::PARTS);
+        const unsigned char* channel_zeros = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::ZERO : at.shared + L::KEY_ZERO + at.part * (2 * D / L::PARTS);
+        (void)channel_scales, (void)channel_zeros;
+        uint4 scales, zeros;  // of two steps
+        (void)scales, (void)zeros;
+        auto keys = [&](auto step, unsigned (&a)[4]) {
+            constexpr int S = decltype(step)::value;
+            if constexpr (K::BITS > 0) {
+                codes.template fragment<S>(table, a);
+                if constexpr (CHANNELS && !L::CHANNELS_FOLDED && S % 2 == 0) {
+                    const int from = (S / 2 * 4 + at.c) * 16;
+                    scales = *reinterpret_cast<const uint4*>(channel_scales + from), zeros = *reinterpret_cast<const uint4*>(channel_zeros + from);
+                }
+                scale<S>(stage, scales, zeros, a);
+            } else {
+                a[0] = a[1] = a[2] = a[3] = 0u;
+            }
+            if constexpr (K::RANK > 0) {
+                mma_half(a[0], a[1], left[0], left[1], factors.right[S][0]);
+                mma_half(a[2], a[3], left[0], left[1], factors.right[S][1]);
+            }
+        };
+        if constexpr (!L::ROPE || Rope<K, D>::LOCAL) {
+            unrolled<SHARE>([&](auto step) {
+                unsigned a[4];
+                keys(step, a);
+                if constexpr (L::ROPE) rope.template turn<decltype(step)::value>(a);
+                query.multiply_paged(a, operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score);
+            });
+        } else {
+            unsigned a[SHARE][4];
+            unrolled<SHARE>([&](auto step) { keys(step, a[decltype(step)::value]); });
+            rope.turn_all(a);
+            unrolled<SHARE>([&](auto step) { query.multiply_paged(a[decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score); });
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[n][e] += odd[n][e];
+        }
+    }
+
+    // a = scale * a + zero for step S, unless the scores are scaled instead.
+    template <int S>
+    __device__ __forceinline__ void scale(const unsigned char* stage, const uint4& scales, const uint4& zeros, unsigned (&a)[4]) const {
+        if constexpr (L::KEY_FOLDED || L::CHANNELS_FOLDED) {
+        } else if constexpr (CHANNELS) {
+            const unsigned low = S % 2 ? scales.z : scales.x, high = S % 2 ? scales.w : scales.y;
+            const unsigned low_zero = S % 2 ? zeros.z : zeros.x, high_zero = S % 2 ? zeros.w : zeros.y;
+            a[0] = fma2(a[0], low, low_zero), a[1] = fma2(a[1], low, low_zero);
+            a[2] = fma2(a[2], high, high_zero), a[3] = fma2(a[3], high, high_zero);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int channel = e / 2 * (D / 2) + 8 * at.step(S);  // a register's channels belong to one group
+                const int from = (at.r + e % 2 * 8) * KeyStage::GROUPS + channel / K::SCALE_CHANNELS;
+                const __half2 scale = __half2half2(reinterpret_cast<const __half*>(stage + KeyStage::SCALE)[from]);
+                const __half2 zero = K::ZERO < 0 ? __half2half2(__half(0.f)) : __half2half2(reinterpret_cast<const __half*>(stage + KeyStage::ZERO)[from]);
+                a[e] = fma2(a[e], as_bits(scale), as_bits(zero));
+            }
+        }
+    }
+
+    // score = scale of the token * score + zero * sum of the query.
+    __device__ __forceinline__ void fold_scales(const unsigned char* stage, float (&score)[NT][4]) const {
+        const __half* scales = reinterpret_cast<const __half*>(stage + KeyStage::SCALE);
+        const __half* zeros = reinterpret_cast<const __half*>(stage + KeyStage::ZERO);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float scale = __half2float(scales[at.r + 8 * half]);
+            const float zero = K::ZERO < 0 ? 0.f : __half2float(zeros[at.r + 8 * half]);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = score[n][2 * half + e];
+                    x *= scale;
+                    if (K::ZERO >= 0 && at.part == 0) x += zero * at.floats(L::QUERY_SUM)[8 * n + 2 * at.c + e];
+                }
+            }
+        }
+    }
+
+    // score += norm of the token * (signs of the token, projected query), this warp's share of the sketch.
+    template <int M, int STAGED>
+    __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand_offset, float (&score)[NT][4]) const {
+        constexpr int WORDS = M / 32, IN_STAGE = STAGED / 32, MINE = (WORDS + L::PARTS - 1) / L::PARTS;  // words a token; STAGED: bits in the stage
+        float sum[NT][4], odd_sum[NT][4];
+        fill<L>(sum, 0.f);
+        fill<L>(odd_sum, 0.f);
+        const unsigned* mine = reinterpret_cast<const unsigned*>(signs) + at.r * IN_STAGE + (IN_STAGE == WORDS ? at.part * MINE : 0);
+        const unsigned* operand = at.words(operand_offset);
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            const int w = at.part * MINE + i;
+            if (WORDS % L::PARTS && w >= WORDS) break;
+            const unsigned x = mine[i] << (3 - at.c), y = mine[8 * IN_STAGE + i] << (3 - at.c);
+            auto pair = [](unsigned bits, int j) { return (bits << (12 - 4 * j) & 0x80008000u) ^ 0xBC00BC00u; };  // bit set: 1, else -1
+            const unsigned even[4] = {pair(x, 0), pair(y, 0), pair(x, 1), pair(y, 1)}, odd[4] = {pair(x, 2), pair(y, 2), pair(x, 3), pair(y, 3)};
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const uint4 b = *reinterpret_cast<const uint4*>(operand + ((n * WORDS + w) * 32 + at.lane) * 4);
+                mma(sum[n], even, b.x, b.y);
+                mma(odd_sum[n], odd, b.z, b.w);
+            }
+        }
+        const __half* norm = reinterpret_cast<const __half*>(norms);
+        const float low = __half2float(norm[at.r]), high = __half2float(norm[at.r + 8]);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[n][e] += (e < 2 ? low : high) * (sum[n][e] + odd_sum[n][e]);
+        }
+    }
+};
+
+}  // namespace signpost

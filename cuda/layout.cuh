@@ -1,0 +1,221 @@
+// How a block of the attention kernel is laid out: warps, tiles of a turn, columns, shared memory; and where a thread stands.
+//
+// PARTS warps make a team, each with some of a head's channels, in runs of 64 (cuda/fragments.cuh): one warp up to 128 channels, two
+// for 256, whose state would not fit one warp's registers. A team always takes the same 16 tokens of a unit (its place); its warps
+// add up their scores once a turn. In a turn it takes PHASES units one after the other. The eight
+// columns of a score matrix are then (phase, query row): column n belongs to phase n / PITCH and row n % PITCH. So what is paid
+// once a turn (softmax, transposition, turning the query) is paid for PHASES tiles, and no column of the matrix instruction idles
+// where query rows are few. With more than eight rows there are two column blocks and one phase.
+#pragma once
+
+#include "fragments.cuh"
+#include "params.cuh"
+#include "rope.cuh"
+#include "sides.cuh"
+#include "sparse.cuh"
+#include "stage.cuh"
+
+namespace signpost {
+
+// C: Key, Value (sides.cuh), Model, D, ROWS, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
+template <typename C>
+struct Layout {
+    using K = typename C::Key;
+    using V = typename C::Value;
+    static constexpr int D = C::D, ROWS = C::ROWS, WARPS = C::WARPS, PHASES = C::PHASES, TURNS = C::TURNS;
+    static constexpr bool ROPE = K::ROPE_DIM > 0;
+    static constexpr int PARTS = C::PARTS, TEAMS = WARPS / PARTS;
+    static constexpr int THREADS = 32 * WARPS, STEPS = D / 16, SHARE = STEPS / PARTS, RUNS = SHARE / 4, SLOTS = PHASES * TURNS;
+    static constexpr int NT = (ROWS + 7) / 8, COLUMNS = 8 * NT;
+    static constexpr int PITCH = ROWS > 8 ? 16 : ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
+    static constexpr int USED = NT == 1 ? PHASES * PITCH : COLUMNS;  // columns
+    static_assert(USED <= COLUMNS, "every phase has columns of its own");
+    // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it.
+    static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
+    static_assert(K::T % T == 0 && V::T % T == 0 && T % TILE == 0, "pages are multiples of the unit");
+    static_assert(TEAMS % TILES == 0 && WARPS % PARTS == 0, "a team keeps its place in the unit");
+    // Warps that wait for each other once a turn, because they share a turned query or scores.
+    static constexpr int MEETING = ROPE ? PARTS * TILES : PARTS;
+    static_assert(D == 64 || D == 128 || D == 256, "head dimension");
+
+    static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
+    // Where scales need not touch the numbers.
+    static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
+    static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
+    static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
+    static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
+    static constexpr bool KEEPS_QUERY = NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
+    // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one.
+    static constexpr int KEY_BATCH = PHASES > 1 && WARPS <= 8 ? 2 : 1, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
+    using KeyStage = Stage<K, D, true, PARTS>;
+    using ValueStage = Stage<V, D, false, PARTS>;
+    static constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
+
+    // Shared memory, bytes from its start.
+    static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
+    static constexpr int QUERY_BUFFERS = ROPE ? 2 * GROUPS : 1;
+    static constexpr int KEY_BITS = K::BITS ? K::BITS : 1, VALUE_BITS = V::BITS ? V::BITS : 1;
+    static constexpr bool TABLES_SHARE = K::BITS && V::BITS && Table<KEY_BITS>::BYTES_ALIGNED && Table<VALUE_BITS>::BYTES_ALIGNED;
+    static constexpr int KEY_TABLE_BYTES = K::BITS ? Table<KEY_BITS>::COPIES_BYTES << Table<KEY_BITS>::INDEX_BITS : 0;
+    static constexpr int VALUE_TABLE_BYTES = V::BITS ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
+    using KeyTable = TablePlace<KEY_BITS, 0, TABLES_SHARE ? 256 : Table<KEY_BITS>::COPIES_BYTES>;
+    using ValueTable = TablePlace<VALUE_BITS, TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : Table<VALUE_BITS>::COPIES_BYTES>;
+    static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
+    static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]
+    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? ROWS * D * 4 : 0);               // f16
+    static constexpr int PAGED_OPERAND = EXACT_OPERAND + QUERY_WORDS * 4;                            // f16 [buffers]
+    static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;           // f16
+    static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + K::SKETCH * COLUMNS * 2;
+    static constexpr int SHIFT = OUTLIER_OPERAND + K::OUTLIER_SKETCH * COLUMNS * 2;  // f32 [COLUMNS]: query times mean
+    static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
+    // For outliers of keys: f16 [buffers][USED][D] of (what meets the channel's cosine, what meets its sine).
+    static constexpr int PLAIN_QUERY = QUERY_SUM + COLUMNS * 4;
+    static constexpr int ANGLES = PLAIN_QUERY + (K::SPARSE ? QUERY_BUFFERS * USED * D * 4 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
+    static constexpr int OUTLIER_SCORES = ANGLES + (K::SPARSE ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
+    static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
+    static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
+    static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
+    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE ? TILES * STEPS * 512 : 0);  // f16 pairs (scale, zero) [D]
+    // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
+    static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
+    static constexpr int EXCHANGE = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);
+    static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][TEAMS][COLUMNS]
+    static constexpr int TOTAL = STATE + 3 * TEAMS * COLUMNS * 4;                                     // f32 [3][ROWS]
+    static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
+    static constexpr int RING = CORRECTIONS + (V::SPARSE ? WARPS * Corrections<SHARE>::BYTES : 0);       // [WARPS][SLOTS] of a stage
+    static constexpr int SHARED = RING + WARPS * SLOTS * STAGE_BYTES;
+    // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
+    static constexpr int ROOM = WARPS * SLOTS * STAGE_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
+    static_assert(ROWS_AT_ONCE > 0, "a team's ring holds one row of output");
+
+    // Phase and row of a column.
+    static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }
+    static __device__ __forceinline__ int row_of(int column) { return NT == 1 ? column % PITCH : column; }
+
+    // Units of which a side of a sequence of so many tokens is packed.
+    template <typename S>
+    static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * (S::T / T); }
+
+    // Units of one head of a sequence: those of which both sides are packed, and one for all other tokens.
+    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)) + 1; }
+};
+
+// Where a thread stands and what its block works on.
+template <typename C>
+struct Place {
+    using L = Layout<C>;
+    const AttendParams& params;
+    unsigned char* const shared;
+    const int warp, lane, r, c, part, team, tile, group;
+    int sequence, head;  // at hand
+    int length, key_units, value_units;
+
+    __device__ __forceinline__ Place(const AttendParams& p, unsigned char* s)
+        : params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
+          part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
+
+    __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
+    __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
+    __device__ __forceinline__ __half* halves(int offset) const { return reinterpret_cast<__half*>(shared + offset); }
+    __device__ __forceinline__ unsigned char* corrections() const { return shared + L::CORRECTIONS + warp * Corrections<L::SHARE>::BYTES; }
+
+    __device__ __forceinline__ void open(int b, int h) {
+        sequence = b, head = h, length = params.lengths[b];
+        key_units = L::template packed<typename L::K>(length - params.m);
+        value_units = L::template packed<typename L::V>(length - params.m);
+    }
+
+    // The head's step that is this warp's step s.
+    __device__ __forceinline__ int step(int s) const { return part * L::SHARE + s; }
+
+    // Waits for the warps that share a turned query or scores with this one.
+    __device__ __forceinline__ void meet() const {
+        if constexpr (L::MEETING == 1) __syncwarp();
+        else group_barrier(1 + warp / L::MEETING, 32 * L::MEETING);
+    }
+
+    // Whether a lane's columns 2c + e belong to a phase.
+    __device__ __forceinline__ bool in_phase(int e, int phase) const { return L::USED == L::COLUMNS && L::PHASES == 1 || L::phase_of(2 * c + e) == phase; }
+};
+
+// Sums of the units of a head over sequences.
+template <typename C>
+struct UnitSums {
+    const int* lengths;
+    int b, m;
+
+    __device__ __forceinline__ UnitSums(const int* l, int sequences, int tokens) : lengths(l), b(sequences), m(tokens) {}
+
+    // Units of one head of all sequences before `sequence`; all lanes of a warp.
+    __device__ __forceinline__ long long before(int sequence, int lane) const {
+        long long sum = 0;
+        for (int i = lane; i < sequence; i += 32) sum += Layout<C>::units(lengths[i] - m);
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+        return sum;
+    }
+};
+
+template <typename L>
+__device__ __forceinline__ void fill(float (&score)[L::NT][4], float x) {
+#pragma unroll
+    for (int n = 0; n < L::NT; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) score[n][e] = x;
+    }
+}
+
+// Warps, units, phases and turns that fit: as many warps as registers allow, then as many tiles a turn as memory holds.
+template <typename Shape>
+struct Limits;
+
+template <typename Shape, int W, int U, int P, int N>
+struct Sized : Shape {
+    static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, TURNS = N;
+};
+
+// What a shape's registers allow.
+template <typename Shape>
+struct Limits {
+    using K = typename Shape::Key;
+    using V = typename Shape::Value;
+    static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
+    static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
+    // Warps without spilling much: what turns keys, factors and outputs stay in registers.
+    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && (K::ROPE_DIM || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
+    static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
+};
+
+template <int W, int U, int P, int N>
+struct Choice {
+    template <typename Shape>
+    struct For {
+        using Config = Sized<Shape, W, U, P, N>;
+    };
+    template <typename Shape>
+    static constexpr bool fits() {
+        using L = Limits<Shape>;
+        if constexpr (W > L::WIDEST || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
+        else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= SIGNPOST_SHARED;
+    }
+};
+
+// The first choice that fits.
+template <bool FITS, typename Shape, typename First, typename... Others>
+struct Pick : First::template For<Shape> {};
+template <typename Shape, typename First, typename Next, typename... Others>
+struct Pick<false, Shape, First, Next, Others...> : Pick<Next::template fits<Shape>(), Shape, Next, Others...> {};
+
+template <typename Shape>
+struct Plan {
+    // Four slots a warp hide the memory's latency, eight also that of outliers' lists.
+    using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>,  //
+        Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
+        Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
+        Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
+        Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>>::Config;
+    static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
+    static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+};
+
+}  // namespace signpost

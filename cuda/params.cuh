@@ -1,0 +1,39 @@
+// Arguments of the attention kernels; runtime/attention.py has the same structs, and a test compares their sizes.
+#pragma once
+
+namespace signpost {
+
+struct SideParams {
+    const unsigned char* heads;     // [pages][h_kv][HEAD_BYTES]
+    const unsigned char* records;   // [pages][RECORD_BYTES]
+    const unsigned char* segments;  // [segments][h_kv][SEGMENT_BYTES]
+    const int* table;               // page ids [b][table_stride]
+    const void* sinks;              // Model [b][SINKS][h_kv][D]
+    const void* window;             // Model [b][capacity][h_kv][D], token n behind the sinks at n % capacity
+    const float* values;            // codebook [2^BITS]
+    const float* scale;             // [h_kv][D], also zero, mean
+    const float* zero;
+    const float* mean;
+    const float* rotation;                // P [D][D]
+    const float* sketch;                  // S [SKETCH][D]
+    const float* outlier_sketch;          // [OUTLIER_SKETCH][D]
+    const unsigned char* outlier_mask;    // [h_kv][D]
+    long long table_stride;
+    long long capacity;
+};
+
+struct AttendParams {
+    SideParams key, value;
+    const void* q;        // Model, strides below in numbers
+    float* partial;       // [row tiles][grid + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum
+    const int* lengths;   // [b] cached tokens, the new ones included
+    const int* offsets;   // [b] position of token 0
+    const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]
+    const float* inv_freq;
+    long long q_sequence, q_token, q_head;
+    float rope_scaling;
+    float scale;  // of scores, times log2(e)
+    int b, h_kv, g, m;
+};
+
+}  // namespace signpost

@@ -1,0 +1,204 @@
+// The query as second operands: plain for exact tokens, rotated as the pages are, turned by each page's first position, projected.
+#pragma once
+
+#include "layout.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Query {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    using Model = typename C::Model;
+    static constexpr int D = L::D, ROWS = L::ROWS, STEPS = L::STEPS, SHARE = L::SHARE, COLUMNS = L::COLUMNS;
+
+    const Place<C>& at;
+    unsigned kept[L::KEEPS_QUERY ? SHARE : 1][2];  // the lane's share for pages, if kept in registers
+
+    __device__ __forceinline__ explicit Query(const Place<C>& place) : at(place) {}
+
+    // Where channel ch of column n lies among second operands, in halves.
+    static __device__ __forceinline__ int operand_half(int n, int ch) {
+        const int upper = ch / (D / 2), f = ch % (D / 2), s = f / 8;
+        return ((((n / 8) * (STEPS / 2) + s / 2) * 32 + 4 * (n % 8) + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
+    }
+
+    // The block's query of this sequence and head. Ends with a barrier.
+    __device__ __forceinline__ void load() {
+        const int row0 = blockIdx.y * ROWS;
+        const AttendParams& params = at.params;
+        float* q = at.floats(L::QUERY);
+        for (int i = threadIdx.x; i < ROWS * D; i += L::THREADS) {
+            const int row = row0 + i / D;
+            float x = 0.f;
+            if (row < params.g * params.m) {
+                const long long from = at.sequence * params.q_sequence + row / params.g * params.q_token + (at.head * params.g + row % params.g) * params.q_head + i % D;
+                x = to_float(static_cast<const Model*>(params.q)[from]) * params.scale;
+            }
+            q[i] = x;
+        }
+        __syncthreads();
+        const float* paged = q;
+        if constexpr (K::ROTATE) paged = rotated(q);
+        for (int i = threadIdx.x; i < COLUMNS * D; i += L::THREADS) {
+            const int n = i / D, ch = i % D, row = L::row_of(n), to = operand_half(n, ch);
+            at.halves(L::EXACT_OPERAND)[to] = row < ROWS ? to_half(q[row * D + ch]) : __half(0.f);
+            const float x = row < ROWS ? paged[row * D + ch] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
+            const float scaled = L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch] : x;
+#pragma unroll
+            for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) {
+                at.halves(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS * 2 + to] = to_half(scaled);
+                if (K::SPARSE && n < L::USED) at.words(L::PLAIN_QUERY)[(buffer * L::USED + n) * D + ch] = pack(to_float(to_half(x)), 0.f);
+            }
+        }
+        if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
+        if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, false);
+        if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, L::OUTLIER_OPERAND, true);
+        __syncthreads();
+        if constexpr (L::KEEPS_QUERY && !L::ROPE) keep(0);
+    }
+
+    // q P: where pages hold keys times P.
+    __device__ __forceinline__ const float* rotated(const float* q) const {
+        float* paged = at.floats(L::PAGED_QUERY);
+        for (int i = threadIdx.x; i < ROWS * D; i += L::THREADS) {
+            float x = 0.f;
+#pragma unroll 8
+            for (int k = 0; k < D; ++k) x += q[i / D * D + k] * at.params.key.rotation[k * D + i % D];
+            paged[i] = x;
+        }
+        __syncthreads();
+        return paged;
+    }
+
+    // What centred keys and zero points add to a row's scores: a warp a row.
+    __device__ __forceinline__ void sums(const float* q, const float* paged) const {
+        for (int row = at.warp; row < L::PITCH; row += L::WARPS) {
+            float shift = 0.f, all = 0.f;
+            for (int k = at.lane; k < D && row < ROWS; k += 32) {
+                if constexpr (K::CENTER) shift += q[row * D + k] * at.params.key.mean[at.head * D + k];
+                if constexpr (L::CHANNELS_FOLDED && !L::ROPE) shift += paged[row * D + k] * at.floats(L::KEY_ZERO)[k];
+                if constexpr (L::KEY_FOLDED) all += paged[row * D + k];
+            }
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) {
+                shift += __shfl_xor_sync(~0u, shift, mask);
+                all += __shfl_xor_sync(~0u, all, mask);
+            }
+            for (int n = row + at.lane * L::PITCH; n < COLUMNS; n += 32 * L::PITCH) {
+                at.floats(L::SHIFT)[n] = shift;
+                at.floats(L::QUERY_SUM)[n] = all;
+            }
+        }
+    }
+
+    // c / M * S q as second operands: of the outlier channels or of all others.
+    template <int M>
+    __device__ __forceinline__ void project(const float* q, const float* sketch, int operand, bool outliers) const {
+        for (int i = threadIdx.x; i < M * L::PITCH; i += L::THREADS) {
+            const int first = i / M, j = i % M;
+            float x = 0.f;
+            if (first < ROWS) {
+                for (int k = 0; k < D; ++k) {
+                    const bool wanted = K::OUTLIER_SKETCH == 0 || (at.params.key.outlier_mask[at.head * D + k] != 0) == outliers;
+                    if (wanted) x += q[first * D + k] * sketch[j * D + k];
+                }
+            }
+            const int w = j / 32, bit = j % 32, b = bit % 16;
+            for (int n = first; n < COLUMNS; n += L::PITCH) {
+                at.halves(operand)[(((n / 8 * (M / 32) + w) * 32 + 4 * (n % 8) + b % 4) * 4 + b / 4) * 2 + bit / 16] = to_half(x * (K::UNBIASING / M));
+            }
+        }
+    }
+
+    __device__ __forceinline__ const unsigned* paged(int turn) const {
+        return at.words(L::PAGED_OPERAND) + (L::ROPE ? (at.group * 2 + turn % 2) * L::QUERY_WORDS : 0);
+    }
+
+    // Takes the operands of a turn into registers.
+    __device__ __forceinline__ void keep(int turn) {
+        const uint4* from = reinterpret_cast<const uint4*>(paged(turn)) + at.lane;
+#pragma unroll
+        for (int s = 0; s < SHARE; s += 2) {
+            const uint4 x = from[at.step(s) / 2 * 32];
+            kept[s][0] = x.x, kept[s][1] = x.y, kept[s + 1][0] = x.z, kept[s + 1][1] = x.w;
+        }
+    }
+
+    // score += step s of the head, of a tile of keys, times an operand in shared memory.
+    __device__ __forceinline__ void multiply(const unsigned (&a)[4], const unsigned* operand, int s, float (&score)[L::NT][4]) const {
+#pragma unroll
+        for (int n = 0; n < L::NT; ++n) {
+            const uint2 b = *reinterpret_cast<const uint2*>(operand + ((n * (STEPS / 2) + s / 2) * 32 + at.lane) * 4 + s % 2 * 2);
+            mma(score[n], a, b.x, b.y);
+        }
+    }
+    // The same for this warp's step s and the paged query.
+    __device__ __forceinline__ void multiply_paged(const unsigned (&a)[4], const unsigned* operand, int s, float (&score)[L::NT][4]) const {
+        if constexpr (L::KEEPS_QUERY) mma(score[0], a, kept[s][0], kept[s][1]);
+        else multiply(a, operand, at.step(s), score);
+    }
+};
+
+// The query turned by each unit's first position: a thread of the group has one pair of channels of some phases and rows.
+template <typename C>
+struct PageAngles {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    static constexpr int PAIRS = L::ROPE ? K::ROPE_DIM / 2 : 1, THREADS = 32 * L::TILES * L::PARTS;
+    static constexpr int MINE = (PAIRS + THREADS - 1) / THREADS;                       // pairs of a thread
+    static constexpr int SHARERS = THREADS > PAIRS ? THREADS / PAIRS : 1;              // threads of a pair
+    static constexpr int BY_PHASE = SHARERS >= 4 && L::PHASES >= 4 ? 4 : SHARERS >= 2 && L::PHASES >= 2 ? 2 : 1;
+    static constexpr int BY_ROW = SHARERS / BY_PHASE;
+
+    const Place<C>& at;
+    const int thread, first_phase, first_row;
+    Angle angle[MINE];
+
+    __device__ __forceinline__ explicit PageAngles(const Place<C>& place)
+        : at(place), thread((place.tile * L::PARTS + place.part) * 32 + place.lane), first_phase(thread % SHARERS % BY_PHASE), first_row(thread % SHARERS / BY_PHASE) {}
+
+    __device__ __forceinline__ int pair(int k) const { return thread / SHARERS + k * THREADS; }
+    __device__ __forceinline__ bool has(int k) const { return pair(k) < PAIRS && first_row < BY_ROW; }
+
+    // unit: the group's first one.
+    __device__ __forceinline__ void start(int unit) {
+        const long long first = static_cast<long long>(at.params.offsets[at.sequence]) + K::SINKS + static_cast<long long>(unit + first_phase * L::GROUPS) * L::T;
+#pragma unroll
+        for (int k = 0; k < MINE; ++k) {
+            if (has(k)) angle[k].start(first, BY_PHASE * L::GROUPS * L::T, at.params.inv_freq[pair(k)]);
+        }
+    }
+
+    // The query of the next turn, into its buffer.
+    __device__ __forceinline__ void turn_query(int turn) {
+        const float* q = at.floats(K::ROTATE ? L::PAGED_QUERY : L::QUERY);
+        const int buffer = at.group * 2 + turn % 2;
+        __half* to = at.halves(L::PAGED_OPERAND) + buffer * L::QUERY_WORDS * 2;
+        __half2* plain = reinterpret_cast<__half2*>(at.shared + L::PLAIN_QUERY) + buffer * L::USED * L::D;
+        (void)plain;
+#pragma unroll
+        for (int k = 0; k < MINE; ++k) {
+            if (!has(k)) continue;
+            const int x_at = Pairs<K>::first_of(pair(k)), y_at = Pairs<K>::second_of(pair(k));
+#pragma unroll
+            for (int phase = 0; phase < L::PHASES; phase += BY_PHASE) {
+                const float cosine = angle[k].cosine * at.params.rope_scaling, sine = angle[k].sine * at.params.rope_scaling;
+                for (int row = first_row; row < L::ROWS; row += BY_ROW) {
+                    const float x = q[row * L::D + x_at], y = q[row * L::D + y_at];
+                    const int n = L::NT == 1 ? (phase + first_phase) * L::PITCH + row : row;
+                    const __half turned_x = to_half(x * cosine + y * sine), turned_y = to_half(y * cosine - x * sine);
+                    to[Query<C>::operand_half(n, x_at)] = turned_x;
+                    to[Query<C>::operand_half(n, y_at)] = turned_y;
+                    if constexpr (K::SPARSE) {
+                        plain[n * L::D + x_at] = __halves2half2(turned_x, turned_y);
+                        plain[n * L::D + y_at] = __halves2half2(turned_y, __hneg(turned_x));
+                    }
+                }
+                angle[k].next();
+            }
+        }
+    }
+};
+
+}  // namespace signpost

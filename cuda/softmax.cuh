@@ -1,0 +1,215 @@
+// Online softmax of a warp: running maximum, sum and output of every column, and how the warps' results become a block's.
+#pragma once
+
+#include "layout.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Softmax {
+    using L = Layout<C>;
+    using V = typename C::Value;
+    static constexpr int D = L::D, ROWS = L::ROWS, NT = L::NT, SHARE = L::SHARE, TEAMS = L::TEAMS, COLUMNS = L::COLUMNS;
+
+    const Place<C>& at;
+    // Columns 2c and 2c + 1 of each block of columns.
+    float maximum[NT][2], sum[NT][2], zeros[NT][2];
+    float out[SHARE][NT][4];  // the warp's channels 16 u + r (+ 8) by columns
+
+    __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) maximum[n][e] = minus_infinity(), sum[n][e] = 0.f, zeros[n][e] = 0.f;
+#pragma unroll
+            for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[u][n][e] = 0.f;
+            }
+        }
+    }
+
+    // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half.
+    __device__ __forceinline__ void soften(float (&score)[NT][4]) {
+        constexpr float SLACK = 8.f;
+        bool over = false;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) over |= score[n][e] > maximum[n][e % 2] + SLACK;
+        }
+        if (__any_sync(~0u, over)) raise(score);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                score[n][e] = exp2_fast(score[n][e] - (maximum[n][e % 2] == minus_infinity() ? 0.f : maximum[n][e % 2]));
+                sum[n][e % 2] += score[n][e];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void raise(const float (&score)[NT][4]) {
+        float factor[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float top = fmaxf(score[n][e], score[n][e + 2]);
+#pragma unroll
+                for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+                top = fmaxf(top, maximum[n][e]);
+                factor[n][e] = maximum[n][e] == minus_infinity() ? 0.f : exp2_fast(maximum[n][e] - top);
+                maximum[n][e] = top;
+                sum[n][e] *= factor[n][e];
+                zeros[n][e] *= factor[n][e];
+            }
+#pragma unroll
+            for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[u][n][e] *= factor[n][e % 2];
+            }
+        }
+    }
+
+    // Probabilities as second operands: tokens down, columns across.
+    static __device__ __forceinline__ void operands(const float (&p)[NT][4], unsigned (&b)[NT][2]) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            b[n][0] = transpose8(pack(p[n][0], p[n][1]));
+            b[n][1] = transpose8(pack(p[n][2], p[n][3]));
+        }
+    }
+
+    // The columns of one phase, zero in all others.
+    __device__ __forceinline__ void of_phase(const unsigned (&b)[NT][2], int phase, unsigned (&chosen)[NT][2]) const {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const bool mine = (L::USED == L::COLUMNS && L::PHASES == 1) || L::phase_of(at.r) == phase;
+            chosen[n][0] = mine ? b[n][0] : 0u, chosen[n][1] = mine ? b[n][1] : 0u;
+        }
+    }
+
+    __device__ __forceinline__ void add(int u, const unsigned (&a)[4], const unsigned (&b)[NT][2]) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma(out[u][n], a, b[n][0], b[n][1]);
+    }
+
+    // ---- the block's result ----
+
+    // Writes the result of all warps to `slot` of the partial results. The ring has to be idle.
+    __device__ __forceinline__ void store(int slot) {
+        __syncthreads();  // readers of an earlier result, and of the ring, are done
+        leave_state();
+        __syncthreads();
+        float* to = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
+        add_states(to);
+        __syncthreads();
+        float weights[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int row = L::row_of(8 * n + 2 * at.c + e);
+                weights[n][e] = row < ROWS ? weight(maximum[n][e], at.floats(L::TOTAL)[row]) : 0.f;
+            }
+        }
+#pragma unroll
+        for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
+            leave_output(weights, first);
+            __syncthreads();
+            const float* outputs = at.floats(L::RING);
+            for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D; i += L::THREADS) {
+                const int row = first + i / D;
+                if (row < ROWS) {
+                    float x = at.floats(L::TOTAL)[2 * ROWS + row];
+#pragma unroll
+                    for (int w = 0; w < TEAMS; ++w) x += outputs[w * (L::ROWS_AT_ONCE * D) + i];
+                    to[row * (D + 2) + i % D] = x;
+                }
+            }
+            if (first + L::ROWS_AT_ONCE < ROWS) __syncthreads();
+        }
+    }
+
+    static __device__ __forceinline__ float weight(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
+
+    // Every team's maximum, sum and zeros of its columns; all its warps have the same.
+    __device__ __forceinline__ void leave_state() {
+        float* state = at.floats(L::STATE);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                for (int mask = 4; mask < 32; mask *= 2) {
+                    sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], mask);
+                    if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros[n][e] += __shfl_xor_sync(~0u, zeros[n][e], mask);
+                }
+                if (at.r == 0 && at.part == 0) {
+                    const int i = at.team * COLUMNS + 8 * n + 2 * at.c + e;
+                    state[i] = maximum[n][e];
+                    state[TEAMS * COLUMNS + i] = sum[n][e];
+                    state[2 * TEAMS * COLUMNS + i] = zeros[n][e];
+                }
+            }
+        }
+    }
+
+    // Maximum, sum and zeros of the block's rows, a warp a row: to shared memory, and the first two to the result.
+    __device__ __forceinline__ void add_states(float* to) const {
+        constexpr int ENTRIES = TEAMS * L::PHASES;  // of a row
+        const float* state = at.floats(L::STATE);
+        for (int row = at.warp; row < ROWS; row += L::WARPS) {
+            float top = minus_infinity(), all = 0.f, zero = 0.f;
+            for (int i = at.lane; i < ENTRIES; i += 32) top = fmaxf(top, state[i / L::PHASES * COLUMNS + i % L::PHASES * L::PITCH + row]);
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+            for (int i = at.lane; i < ENTRIES; i += 32) {
+                const float* entry = state + i / L::PHASES * COLUMNS + i % L::PHASES * L::PITCH + row;
+                const float w = weight(entry[0], top);
+                all += w * entry[TEAMS * COLUMNS];
+                zero += w * entry[2 * TEAMS * COLUMNS];
+            }
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) {
+                all += __shfl_xor_sync(~0u, all, mask);
+                zero += __shfl_xor_sync(~0u, zero, mask);
+            }
+            if (at.lane == 0) {
+                float* total = at.floats(L::TOTAL);
+                total[row] = top, total[ROWS + row] = all, total[2 * ROWS + row] = zero;
+                to[row * (D + 2) + D] = top, to[row * (D + 2) + D + 1] = all;
+            }
+        }
+    }
+
+    // This warp's weighted output of ROWS_AT_ONCE rows, phases added up.
+    __device__ __forceinline__ void leave_output(const float (&weights)[NT][2], int first) const {
+        float* mine = at.floats(L::RING) + at.team * (L::ROWS_AT_ONCE * D);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+                for (int upper = 0; upper < 2; ++upper) {
+                    float x = weights[n][0] * out[u][n][2 * upper], y = weights[n][1] * out[u][n][2 * upper + 1];
+                    if constexpr (L::PITCH == 1) x += y;
+#pragma unroll
+                    for (int mask = L::PITCH > 2 ? L::PITCH / 2 : 1; mask < 4; mask *= 2) {
+                        x += __shfl_xor_sync(~0u, x, mask);
+                        if constexpr (L::PITCH > 1) y += __shfl_xor_sync(~0u, y, mask);
+                    }
+                    const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = 16 * at.step(u) + 8 * upper + at.r;
+                    if (L::NT == 1 && column >= L::PITCH) continue;
+                    if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x;
+                    if (L::PITCH > 1 && row + 1 >= first && row + 1 < first + L::ROWS_AT_ONCE && row + 1 < ROWS) mine[(row + 1 - first) * D + channel] = y;
+                }
+            }
+        }
+    }
+};
+
+}  // namespace signpost

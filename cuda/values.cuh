@@ -1,0 +1,136 @@
+// Packed values times probabilities: values become first operands part by part, like keys.
+#pragma once
+
+#include "factors.cuh"
+#include "softmax.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Values {
+    using L = Layout<C>;
+    using V = typename C::Value;
+    using ValueStage = typename L::ValueStage;
+    static constexpr int D = L::D, NT = L::NT, SHARE = L::SHARE;
+    static constexpr int BITS = L::VALUE_BITS;
+    using Table = typename L::ValueTable;
+
+    const Place<C>& at;
+    Softmax<C>& softmax;
+    RightFactors<C, V, true> factors;
+    // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
+    unsigned scaled[NT][2], plain[NT][2];
+
+    __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s) : at(place), softmax(s) {}
+
+    // Once a block.
+    __device__ __forceinline__ void prepare() {
+        if constexpr (V::BITS > 0) Table::fill(at.shared, at.params.value.values);
+    }
+
+    // Once a head; a barrier follows.
+    __device__ __forceinline__ void load() {
+        if constexpr (V::SCALES == Scales::CHANNEL_BUNDLE) {
+            for (int i = threadIdx.x; i < D; i += L::THREADS) at.words(L::VALUE_SCALE)[i] = pack(at.params.value.scale[at.head * D + i], at.params.value.zero[at.head * D + i]);
+        }
+        factors.reset();
+    }
+
+    // Takes the probabilities of a turn of `live` phases, whose stages follow each other from `stages` on and have arrived.
+    __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[NT][4]) {
+        if constexpr (L::VALUE_FOLDED) {
+            if constexpr (V::SPARSE) Softmax<C>::operands(p, plain);
+            fold_scales(stages, live, p);
+        }
+        Softmax<C>::operands(p, scaled);
+    }
+
+    // p = p * scale of the token; p * zero is the same for all channels and added up apart.
+    __device__ __forceinline__ void fold_scales(const unsigned char* stages, int live, float (&p)[NT][4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int phase = L::PHASES == 1 ? 0 : min(L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
+            const unsigned char* stage = stages + phase * L::STAGE_BYTES;
+            const int token = at.r + e / 2 * 8;
+            const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]);
+            const float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                if constexpr (V::ZERO >= 0) softmax.zeros[n][e % 2] += p[n][e] * zero;
+                p[n][e] *= scale;
+            }
+        }
+    }
+
+    // Adds the tile in `stage`, of a phase of the turn. mask: the lane's of its scattered corrections.
+    __device__ __forceinline__ void add(const unsigned char* stage, int phase, unsigned mask) {
+        unsigned b[NT][2], exact[NT][2];
+        softmax.of_phase(scaled, phase, b);
+        if constexpr (V::SPARSE && L::VALUE_FOLDED) softmax.of_phase(plain, phase, exact);
+        LaneWords<BITS, L::RUNS, Table> codes;
+        if constexpr (V::BITS > 0) codes.load(stage, at.lane);
+        const unsigned table = Table::lane_base(at.lane);
+        const unsigned corrections = V::SPARSE ? shared_address(at.corrections()) + 16 * at.lane : 0;
+        (void)corrections, (void)exact;
+        unsigned left[2];
+        if constexpr (V::RANK > 0) {
+            factors.load(at, at.params.value, stage + ValueStage::SEGMENT);
+            left[0] = factor_pair<V::RANK>(reinterpret_cast<const __half*>(stage + ValueStage::LEFT), at.r, at.c);
+            left[1] = factor_pair<V::RANK>(reinterpret_cast<const __half*>(stage + ValueStage::LEFT), at.r + 8, at.c);
+        }
+        unrolled<SHARE>([&](auto step) {
+            constexpr int U = decltype(step)::value;
+            unsigned a[4] = {0u, 0u, 0u, 0u};
+            if constexpr (V::BITS > 0) {
+                codes.template fragment<U>(table, a);
+                scale<U>(stage, a);
+            }
+            if constexpr (V::RANK > 0) {
+                mma_half(a[0], a[1], factors.right[U][0], factors.right[U][1], left[0]);
+                mma_half(a[2], a[3], factors.right[U][0], factors.right[U][1], left[1]);
+            }
+            if constexpr (V::SPARSE && L::VALUE_FOLDED) {
+                unsigned x[4];
+                Corrections<SHARE>::template load<U>(corrections, mask, x);
+                softmax.add(U, x, exact);
+            } else if constexpr (V::SPARSE) {
+                Corrections<SHARE>::template add<U>(corrections, mask, a);
+            }
+            softmax.add(U, a, b);
+        });
+    }
+
+    // a = scale * a + zero for channels 16 U ..., unless the probabilities are scaled instead.
+    template <int U>
+    __device__ __forceinline__ void scale(const unsigned char* stage, unsigned (&a)[4]) const {
+        if constexpr (L::VALUE_FOLDED) {
+        } else if constexpr (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM) {
+            const unsigned char* scales = stage + ValueStage::SCALE + 16 * U / V::SCALE_CHANNELS * (2 * TILE);
+            const unsigned char* zeros = stage + ValueStage::ZERO + 16 * U / V::SCALE_CHANNELS * (2 * TILE);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // tokens 2c, 2c + 1 and those 8 later
+                const unsigned scale = *reinterpret_cast<const unsigned*>(scales + 4 * at.c + 16 * half);
+                const unsigned zero = V::ZERO < 0 ? 0u : *reinterpret_cast<const unsigned*>(zeros + 4 * at.c + 16 * half);
+                a[2 * half] = fma2(a[2 * half], scale, zero);
+                a[2 * half + 1] = fma2(a[2 * half + 1], scale, zero);
+            }
+        } else {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const int channel = 16 * U + 8 * row + at.r;  // of the warp's own
+                __half2 scale, zero;
+                if constexpr (V::SCALES == Scales::CHANNEL_BUNDLE) {
+                    const __half2 both = as_half2(at.words(L::VALUE_SCALE)[at.part * (16 * SHARE) + channel]);
+                    scale = __low2half2(both), zero = __high2half2(both);
+                } else {
+                    scale = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[channel]);
+                    zero = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[channel]);
+                }
+                a[row] = fma2(a[row], as_bits(scale), as_bits(zero));
+                a[row + 2] = fma2(a[row + 2], as_bits(scale), as_bits(zero));
+            }
+        }
+    }
+};
+
+}  // namespace signpost

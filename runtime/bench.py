@@ -1,0 +1,153 @@
+"""Memory and speed of a model with a compressed cache beside one in full precision: `python -m runtime bench`.
+
+Both run in the same engine: the same passes of the model, on the GPU both from CUDA graphs. Prompts are random tokens:
+neither times nor bytes depend on what they say.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from artifacts import Bundle
+from artifacts.errors import SignpostError
+from runtime.cache import KVCache
+from runtime.decoding import Decoder, Prompt, steps_of
+from runtime.dense import DenseCache
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One cache. Bytes of the cache; the most that torch allocated on the GPU, weights included (None on the CPU);
+    seconds until the whole batch has its first token; seconds a step of the batch, median."""
+
+    name: str
+    batch: int
+    cache_bytes: int
+    peak_bytes: int | None
+    first_s: float
+    step_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of the whole batch, prompts not counted."""
+        return self.batch / self.step_s
+
+
+def compare(
+    decoder: Decoder,
+    bundle: Bundle,
+    batch: int,
+    prompt: int,
+    new: int,
+    tell: Callable[[str], None] = lambda stage: None,
+) -> list[Measured]:
+    """Full precision, then the bundle: `batch` prompts of `prompt` tokens, `new` tokens each.
+
+    tell: called with the name of each stage as it begins. Raises SignpostError for numbers that make no sense.
+    """
+    if min(batch, prompt) < 1 or new < 2:
+        raise SignpostError(f"batch={batch}, prompt={prompt}, new={new}: at least 1 prompt of 1 token, and 2 new ones")
+    if decoder.positions is not None and prompt + new > decoder.positions:
+        raise SignpostError(
+            f"prompts of {prompt} tokens and {new} new ones exceed the model's {decoder.positions} positions"
+        )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(decoder.vocabulary, (batch, prompt), generator=generator)
+    return [_dense(decoder, bundle, tokens, new, tell), _compressed(decoder, bundle, tokens, new, tell)]
+
+
+def _dense(decoder: Decoder, bundle: Bundle, tokens: torch.Tensor, new: int, tell: Callable[[str], None]) -> Measured:
+    model, (b, n) = bundle.model, tokens.shape
+    name = str(decoder.dtype).removeprefix("torch.")
+    tell(f"{name}: prompts")
+    _warm(decoder, bundle, tokens)
+    cache = DenseCache(decoder, model.l, model.h_kv, model.d, b, n + new)
+    start = time.perf_counter()
+    chosen = cache.append(tokens.to(decoder.device)).argmax(-1)
+    chosen.tolist()  # waits
+    first = time.perf_counter() - start
+    tell(f"{name}: steps")
+    if decoder.device.type == "cuda":
+        graph = cache.capture(n + new // 2)  # a captured step has one length: the mean one
+
+        def step() -> None:
+            graph.replay()
+    else:
+
+        def step() -> None:
+            cache.append(chosen[:, None])
+
+    return Measured(name, b, cache.nbytes, _peak(decoder), first, _median(step, new - 1))
+
+
+def _compressed(
+    decoder: Decoder, bundle: Bundle, tokens: torch.Tensor, new: int, tell: Callable[[str], None]
+) -> Measured:
+    b, n = tokens.shape
+    tell(f"{bundle.recipe}: loading kernels")
+    _warm(decoder, bundle, tokens)
+    kv = KVCache(bundle, b, n + new, decoder.dtype, decoder.device, prompt=n)
+    steps = steps_of(decoder, kv)
+    tell(f"{bundle.recipe}: prompts")
+    start, chosen = time.perf_counter(), {}
+    for i, row in enumerate(tokens.tolist()):
+        logits = Prompt(decoder, kv, i, row, None).advance()
+        assert logits is not None
+        chosen[i] = int(logits.argmax())
+    first = time.perf_counter() - start
+    tell(f"{bundle.recipe}: steps")
+
+    def step() -> None:
+        chosen.update(enumerate(steps.run(chosen).argmax(-1).tolist()))
+
+    seconds = _median(step, new - 1)
+    kv.check()
+    return Measured(bundle.recipe, b, kv.nbytes, _peak(decoder), first, seconds)
+
+
+def _warm(decoder: Decoder, bundle: Bundle, tokens: torch.Tensor) -> None:
+    """A prompt whose time nobody takes, and from which the peak of memory counts."""
+    model, n = bundle.model, tokens.shape[1]
+    DenseCache(decoder, model.l, model.h_kv, model.d, 1, n).append(tokens[:1].to(decoder.device))
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(decoder: Decoder) -> int | None:
+    return torch.cuda.max_memory_allocated() if decoder.device.type == "cuda" else None
+
+
+def _median(step: Callable[[], None], count: int) -> float:
+    """Median seconds of a step, the first not counted."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] or times)
+
+
+def table(rows: list[Measured], prompt: int, new: int) -> Table:
+    """Side by side; ratios are to the first row."""
+    shown = Table(title=f"batch {rows[0].batch}, {prompt} tokens in, {new} out")
+    for title in ("cache", "bytes", "peak bytes", "first token, s", "a token, ms", "tokens/s", "memory", "speed"):
+        shown.add_column(title, justify="left" if title == "cache" else "right")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            f"{row.cache_bytes:,}",
+            "-" if row.peak_bytes is None else f"{row.peak_bytes:,}",
+            f"{row.first_s:.3f}",
+            f"{1e3 * row.step_s:.3f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{rows[0].cache_bytes / row.cache_bytes:.2f}x less",
+            f"{rows[0].step_s / row.step_s:.2f}x",
+        )
+    return shown

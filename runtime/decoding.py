@@ -1,0 +1,211 @@
+"""Passes of a model over a `KVCache`: prompts with exact attention, whole or in chunks, and decode steps of a batch.
+
+A decoder is any callable that turns tokens into logits and hands each layer's attention on; `runtime.hf_decoder` makes
+one of a transformers model. On the GPU a decode step is captured as a CUDA graph for each size of batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.cache import KVCache
+from runtime.exact import causal_attention
+from runtime.side import has_kernels
+from runtime.step import StepInputs
+
+# layer, q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE, positions [b, m], scaling -> [b, m, h_q, d]
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+class Decoder(Protocol):
+    """A model without its attention."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and tokens live."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens that a sequence may have; None: any number."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
+
+
+class Prompt:
+    """A prompt on its way into a sequence of a cache, `chunk` tokens a pass (None: all at once).
+
+    Attention is exact: until the prompt is complete its keys and values stay in full precision, in a work space of
+    their own (`nbytes`); then they are packed. One pass needs no work space, a layer is packed when it is done. Pages
+    are the same either way.
+    """
+
+    def __init__(self, decoder: Decoder, kv: KVCache, sequence: int, tokens: Sequence[int], chunk: int | None):
+        self.decoder, self.kv, self.sequence, self.tokens, self.done = decoder, kv, sequence, list(tokens), 0
+        self.chunk = len(tokens) if chunk is None else min(chunk, len(tokens))
+        self._dense: list[tuple[Tensor, Tensor]] = []
+        if self.chunk < len(tokens):
+            model = kv.bundle.model
+            size = (1, model.h_kv, len(tokens), model.d)
+            self._dense = [
+                (torch.empty(size, dtype=decoder.dtype, device=decoder.device),
+                 torch.empty(size, dtype=decoder.dtype, device=decoder.device))
+                for _ in range(model.l)
+            ]  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the work space."""
+        return sum(x.nbytes for pair in self._dense for x in pair)
+
+    def advance(self) -> Tensor | None:
+        """Processes the next chunk. Logits [vocabulary] behind the prompt when it is in the cache, else None."""
+        end = min(self.done + self.chunk, len(self.tokens))
+        tokens = torch.tensor([self.tokens[self.done : end]]).to(self.decoder.device)
+        positions = torch.arange(self.done, end, device=self.decoder.device)[None]
+        logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._at_once)
+        self.done = end
+        if end < len(self.tokens):
+            return None
+        for layer, (k, v) in zip(self.kv, self._dense, strict=False):
+            layer.append(self.sequence, k[0], v[0])
+        self._dense = []
+        return logits[0]
+
+    def _at_once(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        out = causal_attention(q, k, v, scaling).transpose(1, 2)
+        self.kv.layers[layer].append(self.sequence, k[0], v[0])
+        return out
+
+    def _in_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        end = self.done + k.shape[2]
+        keys, values = self._dense[layer]
+        keys[:, :, self.done : end], values[:, :, self.done : end] = k, v
+        return causal_attention(q, keys[:, :, :end], values[:, :, :end], scaling).transpose(1, 2)
+
+
+class HostSteps:
+    """Decode steps on the CPU: the sequences that go on are the batch."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache):
+        self.decoder, self.kv = decoder, kv
+
+    def run(self, tokens: dict[int, int]) -> Tensor:
+        """Appends a token to each of these sequences: logits [as many, vocabulary], in their order.
+
+        Raises CacheFullError before anything has changed.
+        """
+        sequences = list(tokens)
+        positions = torch.tensor([[self.kv.lengths[i]] for i in sequences])
+        self.kv.take_step(sequences)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+            return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, sequences)
+
+        return self.decoder.forward(torch.tensor([[t] for t in tokens.values()]), positions, attend)
+
+
+class DeviceSteps:
+    """Decode steps on the GPU, by size of batch, each a CUDA graph of all layers.
+
+    A step is of the cache's first b sequences, b the smallest size that covers those that go on. Others among them
+    must be empty: they decode a token 0 that nobody sees.
+
+    sizes    of batches, ascending; the last is the cache's. To be made while the cache is empty: trying a graph writes
+    capture  False runs the same launches one by one
+    """
+
+    def __init__(self, decoder: Decoder, kv: KVCache, sizes: Sequence[int], capture: bool = True):
+        if any(kv.lengths):
+            raise ValueError("steps are captured before the cache is filled")
+        if kv.room.max_tokens is None:
+            raise ValueError(
+                "a captured step cannot follow a cache that grows: say the most that it holds (max_tokens=)"
+            )
+        self.decoder, self.kv, self.steps = decoder, kv, {}
+        pool = torch.cuda.graph_pool_handle() if capture else None
+        for b in sorted(sizes, reverse=True):  # the largest first: smaller ones find room in its memory
+            self.steps[b] = DeviceStep(decoder, kv, b, pool)
+
+    def run(self, tokens: dict[int, int]) -> Tensor:
+        """As `HostSteps.run`; the logits are overwritten by the next step."""
+        self.kv.take_step(list(tokens))
+        step = self.steps[min(b for b in self.steps if b > max(tokens))]
+        lengths = self.kv.lengths
+        out = step.run(
+            [tokens.get(i, 0) for i in range(step.b)], [lengths[i] + 1 if i in tokens else 1 for i in range(step.b)]
+        )
+        for layer in self.kv:
+            layer.advance(list(tokens))
+            if (kernels := layer.loaded_step) and kernels.on_host:
+                for i in tokens:
+                    kernels.pack_factors(i, layer.lengths[i], layer.offsets[i])
+        return out[list(tokens)]
+
+
+class DeviceStep:
+    """The step of the first b sequences of a cache whose positions count from 0."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, b: int, pool: Any):
+        self.decoder, self.kv, self.b = decoder, kv, b
+        self.inputs: StepInputs = kv.step_inputs(b)
+        self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if pool is None:
+            return
+        self.graph, self.logits = captured(self._pass, pool)
+
+    def run(self, tokens: list[int], lengths: list[int]) -> Tensor:
+        """Logits [b, vocabulary] of one more token for each sequence; lengths: with it."""
+        both = torch.tensor([tokens, lengths]).to(self.tokens.device, non_blocking=True)
+        self.tokens.copy_(both[:1].T)
+        self.inputs.lengths.copy_(both[1])
+        if self.graph is None:
+            return self._pass()
+        self.graph.replay()
+        return self.logits
+
+    def _pass(self) -> Tensor:
+        self.inputs.locate()
+        positions = (self.inputs.lengths - 1)[:, None].long()
+        return self.decoder.forward(self.tokens, positions, self._attend)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
+        self.kv.layers[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2))
+        return out
+
+
+def captured(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A CUDA graph of `work`, and where it leaves its result. `work` runs once before: it loads kernels, plans.
+
+    Both are queued on PyTorch's own stream for captures: cuBLAS keeps a work space for every stream it has seen.
+    """
+    graph = torch.cuda.CUDAGraph()
+    capture = torch.cuda.graph(graph, pool=pool)
+    stream = capture.capture_stream
+    assert stream is not None
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    with capture:
+        out = work()
+    return graph, out
+
+
+def steps_of(decoder: Decoder, kv: KVCache, capture: bool = True) -> HostSteps | DeviceSteps:
+    """Decode steps for a cache, where it lives: on the GPU for batches of 1, 2, 4, ... up to the cache's."""
+    if not has_kernels(kv.rotation.inv_freq.device):
+        return HostSteps(decoder, kv)
+    return DeviceSteps(decoder, kv, sorted({min(1 << i, kv.b) for i in range(kv.b.bit_length() + 1)}), capture)

@@ -1,0 +1,192 @@
+"""The room that all layers of a cache share: block tables of every way to fill pages, admission, and its limits."""
+
+import torch
+from torch import Tensor
+
+from artifacts import CacheGeometry, Format, PageGeometry
+from artifacts.geometry import TABLE_BYTES
+from runtime.pages import CacheFullError, PageBook
+from runtime.side import BlockTables, Filling, Side, filling
+from runtime.step import StepInputs
+
+
+class Room:
+    """Block tables for `b` sequences; parameters as of `runtime.cache.KVCache`.
+
+    Layers see a pass one after the other. What they must agree on is decided at the first: positions, pages.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, b: int, max_tokens: int | None, prompt: int, budget: int | None,
+        full_bytes: int, device: torch.device,
+    ):  # fmt: skip
+        self.b, self.max_tokens, self.prompt, self.device, self.budget = b, max_tokens, prompt, device, budget
+        self.geometries: dict[Filling, list[PageGeometry]] = {}
+        for side in (side for layer in geometry.layers for side in layer):
+            self.geometries.setdefault(filling(side.format), []).append(side)
+        share = 1.0 if budget is None else self._share(budget, full_bytes)
+        self.tables = {key: self._tables(sides, share) for key, sides in self.geometries.items()}
+        self.sides: list[Side] = []
+        self._inputs: StepInputs | None = None
+        self._set: tuple[list[int], list[int]] | None = None  # what the inputs were set to
+        self._asked: tuple[Tensor, Tensor | None, list[int], list[int]] | None = None
+        self._admitted: tuple[list[Tensor | None], list[int]] = [], []
+
+    def _reserved(self, side: PageGeometry) -> tuple[int, int]:
+        """Pages and segments that a sequence of `max_tokens` needs."""
+        if self.max_tokens is None:
+            return 0, 0
+        fmt = side.format
+        pages = fmt.window.pages(self.max_tokens, fmt.t)
+        return pages, side.segments(pages, fmt.window.pages(min(self.prompt, self.max_tokens), fmt.t))
+
+    def _share(self, budget: int, full_bytes: int) -> float:
+        """Which part of the pages for b full sequences fits the budget, at most 1."""
+        fixed = pages = 0
+        for sides in self.geometries.values():
+            for side in sides:
+                fmt, shape = side.format, side.shape
+                count, segments = self._reserved(side)
+                exact = fmt.window.sinks + fmt.window.recent + fmt.t
+                fixed += self.b * (exact * shape.h_kv * shape.d * full_bytes + TABLE_BYTES * count)
+                pages += self.b * (count * side.page_bytes + segments * shape.h_kv * side.segment_bytes)
+        share = (budget - fixed) / pages if pages else 1.0
+        if any(int(share * self.b * self._reserved(sides[0])[0]) < 1 for sides in self.geometries.values() if pages):
+            raise CacheFullError(
+                f"budget={budget}: windows and tables of {self.b} sequences take {fixed} bytes, and a page of each "
+                f"side must fit behind them: give more, or fewer sequences (b={self.b})"
+            )
+        return min(1.0, share)
+
+    def _tables(self, sides: list[PageGeometry], share: float) -> BlockTables:
+        pages, segments = self._reserved(max(sides, key=lambda side: side.segment_bytes))
+        grouped = any(side.segment_bytes for side in sides)
+        book = PageBook(
+            self.b, int(share * self.b * pages), int(share * self.b * segments) if grouped else None,
+            grows=self.budget is None,
+        )  # fmt: skip
+        return BlockTables(sides[0].format, len(sides), self.b, pages, book, self.device)
+
+    def next_index(self, fmt: Format) -> int:
+        """The number that the next side of a format has among those that share its tables."""
+        return sum(filling(side.format) == filling(fmt) for side in self.sides)
+
+    def join(self, side: Side) -> Side:
+        """Counts a side in; returns it."""
+        self.sides.append(side)
+        return side
+
+    def admit(
+        self, lengths: list[int], offsets: list[int], positions: Tensor, valid: Tensor | None,
+        sequences: list[int], m: int,
+    ) -> tuple[list[Tensor | None], list[int]]:  # fmt: skip
+        """Takes pages for m new tokens at `positions` [b or 1, m], of which `valid` [b, m] are real.
+
+        Returns for each sequence which of the m are real, int64 on the CPU (None: all), and the position of its token
+        0. Raises as `LayerCache.attend`. Layers of one pass ask alike: only the first asks the device.
+        """
+        asked = (positions, valid, list(lengths), sequences)
+        if self._asked and positions is self._asked[0] and valid is self._asked[1] and asked[2:] == self._asked[2:]:
+            return self._admitted
+        places = positions.cpu().expand(len(sequences), m)
+        real: list[Tensor | None] = [None] * len(sequences)
+        if valid is not None:
+            real = [row.nonzero()[:, 0] for row in valid.cpu()]
+        starts: list[int] = []
+        wanted = {}
+        for i, at, row in zip(sequences, places, real, strict=True):
+            given = at if row is None else at[row]
+            wanted[i] = lengths[i] + given.numel()
+            starts.append(self._start(i, lengths[i], offsets[i], given))
+        self.take(wanted)
+        self._asked, self._admitted = asked, (real, starts)
+        return self._admitted
+
+    def _start(self, i: int, n: int, offset: int, positions: Tensor) -> int:
+        """Position of token 0 of sequence i of n tokens. Raises where tokens at `positions` cannot come next."""
+        more = positions.numel()
+        if self.max_tokens is not None and n + more > self.max_tokens:
+            raise CacheFullError(
+                f"sequence {i} holds {n} tokens and would get {more} more, but {self.max_tokens} were reserved: "
+                "reserve more (max_tokens=), or leave max_tokens out to let the cache grow"
+            )
+        if not more:
+            return offset
+        start = offset + n if n else int(positions[0])
+        if not torch.equal(positions, torch.arange(start, start + more)):
+            raise ValueError(
+                f"sequence {i}: positions {positions.tolist()[:8]}... do not continue at {start}: "
+                "tokens of a sequence must follow each other (pass an attention mask with padded batches)"
+            )
+        return start - n
+
+    def take(self, lengths: dict[int, int]) -> None:
+        """Pages for sequences of these lengths, of all sides or, raising CacheFullError, of none."""
+        for tables in self.tables.values():
+            tables.book.check(tables.wanted(lengths))
+        for tables in self.tables.values():
+            for sequence, n in lengths.items():
+                tables.take(sequence, n)
+
+    def trim(self) -> None:
+        """Gives back pages that were taken for tokens that did not come."""
+        for key, tables in self.tables.items():
+            members = [side for side in self.sides if filling(side.format) == key]
+            for i in range(self.b):
+                tables.book.trim(i, max(side.used[i] for side in members))
+        self._asked = None
+
+    def promise(self, sequence: int, tokens: int, prompt: int) -> None:
+        """Keeps room for an empty sequence of so many tokens. Raises CacheFullError where there is none."""
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise CacheFullError(f"{tokens} tokens, but a sequence of this cache holds at most {self.max_tokens}")
+        try:
+            for key, tables in self.tables.items():
+                side = max(self.geometries[key], key=lambda side: side.segment_bytes)
+                pages = tables.window.pages(tokens, tables.t)
+                first = tables.window.pages(min(prompt, tokens), tables.t)
+                tables.book.promise(sequence, pages, side.segments(pages, first))
+        except CacheFullError:
+            self.release(sequence)
+            raise
+
+    def free_tokens(self) -> int:
+        """Tokens that one more sequence can be sure of."""
+        most = self.max_tokens if self.max_tokens is not None else 1 << 31
+        for tables in self.tables.values():
+            book = tables.book
+            if not book.grows:
+                pages = min(book.room, book.segment_room) if book.grouped else book.room
+                most = min(most, tables.window.sinks + tables.window.recent + (max(0, pages) + 1) * tables.t - 1)
+        return most
+
+    def inputs(self, lengths: list[int], offsets: list[int]) -> StepInputs:
+        """Inputs of a device step of all sequences, set to these numbers; layers of one pass share them."""
+        if self._inputs is None or self._inputs.lengths.numel() != len(lengths):
+            self._inputs, self._set = StepInputs(len(lengths), self.sides, self.device), None
+        if self._set != (lengths, offsets):
+            self._inputs.set(lengths, offsets)
+            self._set = list(lengths), list(offsets)
+        return self._inputs
+
+    def select(self, sequences: list[int]) -> None:
+        """Makes the batch the given old sequences."""
+        old, self.b, self._asked = self.b, len(sequences), None
+        self._inputs = None
+        for key, tables in self.tables.items():
+            tables.select(sequences)
+            pages, segments = self._reserved(max(self.geometries[key], key=lambda side: side.segment_bytes))
+            if self.b > old and self.budget is None:
+                tables.book.grow(self.b * pages, self.b * segments)
+
+    def share(self, source: int, sequence: int) -> None:
+        """Lets an empty sequence begin with the pages of another."""
+        self._asked = None
+        for tables in self.tables.values():
+            tables.share(source, sequence)
+
+    def release(self, sequence: int) -> None:
+        """Ends a sequence."""
+        self._asked = None
+        for tables in self.tables.values():
+            tables.book.release(sequence)

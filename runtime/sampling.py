@@ -1,0 +1,60 @@
+"""From logits to tokens: greedy, or drawn with temperature and top-p from a seed of the request's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from artifacts.errors import SignpostError
+
+
+class SamplingError(SignpostError, ValueError):
+    """A sampling parameter is out of its range."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen.
+
+    temperature  0 takes the likeliest token
+    top_p        draws from the smallest set of likeliest tokens that together have this probability
+    seed         of the draws; the same whatever other requests are in the batch
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise SamplingError(f"temperature={self.temperature}: must be 0 (greedy) or more, and finite")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p={self.top_p}: must lie above 0 and be at most 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise SamplingError(f"seed={self.seed}: must be 0 or more and below 2**63")
+
+
+def choose(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
+    """A token for each row of logits float32 [b, vocabulary]. draws: generators on the CPU, each used once a row."""
+    tokens = logits.argmax(-1)
+    drawn = [i for i, sampling in enumerate(samplings) if sampling.temperature]
+    if drawn:
+        places = torch.tensor([torch.rand((), generator=draws[i], dtype=torch.float64) for i in drawn])
+        temperatures, top_p = (
+            torch.tensor([getattr(samplings[i], name) for i in drawn], dtype=torch.float64).to(logits.device)
+            for name in ("temperature", "top_p")
+        )
+        tokens[drawn] = _draw(logits[drawn], temperatures, top_p, places.to(logits.device))
+    return [int(token) for token in tokens.tolist()]
+
+
+def _draw(logits: Tensor, temperatures: Tensor, top_p: Tensor, places: Tensor) -> Tensor:
+    """Tokens [b] at `places` in [0, 1) of the distributions over the likeliest tokens."""
+    chances, order = (logits.double() / temperatures[:, None]).softmax(-1).sort(stable=True, dim=-1, descending=True)
+    before = chances.cumsum(-1) - chances
+    chances = chances.masked_fill(before >= top_p[:, None], 0)
+    reached = chances.cumsum(-1)
+    rank = torch.searchsorted(reached, (places * reached[:, -1])[:, None], right=True)
+    kept = (chances > 0).sum(-1, keepdim=True)
+    return order.gather(1, rank.clamp_max(kept - 1))[:, 0]

@@ -1,0 +1,113 @@
+"""A decode step of one token for each sequence on the GPU: the same launches every time, so it can be captured.
+
+What changes from step to step (lengths, page ids, where a token is written) is read on the device.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from runtime.attention import PagedAttention, PagedSide, Step
+from runtime.rope import Rotation
+from runtime.side import Side
+
+
+class StepInputs:
+    """Lengths and positions of the first `b` of a cache's sequences, on the device.
+
+    lengths  int32 [b], cached tokens with the step's own
+    offsets  int32 [b], position of token 0
+    sides    of the cache: for each way to fill a window, `rows` holds where their buffers take the new token
+    """
+
+    def __init__(self, b: int, sides: Iterable[Side], device: torch.device):
+        self.lengths = torch.ones(b, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(b, dtype=torch.int32, device=device)
+        self.sequences = torch.arange(b, device=device)
+        self.rows: dict[tuple[int, int, int], Tensor] = {}
+        for side in sides:
+            self.rows.setdefault(_writing(side), torch.zeros(b, dtype=torch.int64, device=device))
+
+    def set(self, lengths: list[int], offsets: list[int]) -> None:
+        """From the host: lengths with the new token."""
+        both = torch.tensor([lengths, offsets], dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+        self.lengths.copy_(both[0])
+        self.offsets.copy_(both[1])
+        self.locate()
+
+    def locate(self) -> None:
+        """Finds where the newest token of each sequence is written; to be called when lengths have changed."""
+        newest = self.lengths.long() - 1
+        for (total, sinks, capacity), rows in self.rows.items():
+            behind = newest - sinks
+            in_window = total * sinks + self.sequences * capacity + behind % capacity
+            rows.copy_(torch.where(behind < 0, self.sequences * sinks + newest, in_window))
+
+
+def _writing(side: Side) -> tuple[int, int, int]:
+    """Sequences, sinks and window slots of a side's buffer."""
+    return len(side.used), side.format.window.sinks, side.capacity
+
+
+class LayerStep:
+    """Attention, and packing of pages that fill, for one layer's keys and values."""
+
+    def __init__(self, key: Side, value: Side, rotation: Rotation, h_q: int):
+        self.key, self.value = key, value
+        dtype, device = key.buffer.dtype, key.codec.device
+        self.kernels = PagedAttention(
+            key.geometry, value.geometry, key.codec.tables, value.codec.tables, rotation, h_q, dtype, device
+        )
+        # Factors are found by torch, which waits for the host: those sides are packed by `pack_factors`.
+        sides = (key, value)
+        self._captured = [side for side in sides if not side.format.lowrank]
+        self.on_host = [side for side in sides if side.format.lowrank]
+        self._plans: dict[tuple[object, ...], Step] = {}
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor) -> None:
+        """Writes the new tokens k, v [b, h_kv, 1, d], attends q [b, h_q, 1, d] into out alike, packs full pages.
+
+        The tables hold the ids of the pages that fill. Queued on PyTorch's current stream, never waits.
+        """
+        for side, x in ((self.key, k), (self.value, v)):
+            side.buffer.index_copy_(0, inputs.rows[_writing(side)], x[:, :, 0].to(side.buffer.dtype))
+        self.plan(inputs, scaling).run(q, out)
+        b = inputs.lengths.numel()
+        for side in self._captured:
+            side.packer.step(side.pool, side.table[:b], side.window[:b], inputs.lengths, 1, inputs.offsets)
+
+    def plan(self, inputs: StepInputs, scaling: float) -> Step:
+        """The step's plan; made anew where memory has moved. Also loads kernels, so call it before a capture."""
+        b = inputs.lengths.numel()
+        sides = self._paged(self.key, b), self._paged(self.value, b)
+        # All that a plan holds on to: an allocator may hand out an address again, for one of them.
+        tensors = (inputs.lengths, inputs.offsets, *(x for side in sides for x in vars(side).values()))
+        key = (scaling, *((x.data_ptr(), x.shape, x.stride()) for x in tensors))
+        if key not in self._plans:
+            if len(self._plans) >= 16:  # of batch sizes in use; memory that has moved leaves plans behind
+                self._plans.clear()
+            self._plans[key] = self.kernels.plan(*sides, inputs.lengths, inputs.offsets, 1, scaling)
+            for side in self._captured:
+                side.packer.reserve(b)
+        return self._plans[key]
+
+    @staticmethod
+    def _paged(side: Side, b: int) -> PagedSide:
+        pool = side.pool
+        return PagedSide(pool.heads, pool.records, pool.segments, side.table[:b], side.sinks[:b], side.window[:b])
+
+    def pack_factors(self, sequence: int, n: int, offset: int) -> None:
+        """Packs the page that the last of n tokens has filled, if one has, of sides with factors; may wait."""
+        for side in self.on_host:
+            window, t = side.format.window, side.format.t
+            pages = window.pages(n, t)
+            if pages == window.pages(n - 1, t):
+                continue
+            ring = side.window[sequence : sequence + 1]
+            newest = ring[:, (n - 1 - window.sinks) % side.capacity][:, None]
+            places = torch.tensor([offset], dtype=torch.int32).to(ring.device)
+            groups = side.tables.book.groups(side.tables.book.tables[sequence][pages - 1 : pages])
+            segments = torch.tensor(groups, dtype=torch.int64).to(ring.device)
+            table = side.table[sequence : sequence + 1]
+            side.packer.prompt(side.pool, table, newest, pages - 1, 1, n - 1, ring, places, segments)

@@ -1,0 +1,156 @@
+"""A pass that is interrupted anywhere continues, by itself or on several ranks, and the result has the same bits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from calib.collect import collect
+from calib.passes import MemoryExhaustedError, Work
+from calib.ranks import Ranks
+from calib.store import Store
+from tests.calib.test_collect import LAYERS, QUICK, D, FakeTap, H, assert_same
+
+RECIPES = {
+    "kvquant": ("method=kvquant",),
+    "sums and spectra": ("experiment=methods/gear-spectrum", "++method.key.center={}"),
+    "channels of sketches": ("experiment=methods/qjl-share",),
+    "one threshold a layer, Q-Norm": ("experiment=ladder/nuq3-1-matrix", "method.value.dense.codebook=nuq-qnorm"),
+}
+
+
+class Killed(BaseException):
+    pass
+
+
+class FragileTap(FakeTap):
+    """Dies in the middle of a sample as often as `lives` says, each time one sample later than before."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.left = None
+        self.seen = 0
+
+    def run(self, ids, gradients):
+        for activations in super().run(ids, gradients):
+            if self.left == 0:
+                raise Killed
+            yield activations
+        self.seen += 1
+        if self.left is not None:
+            self.left -= 1
+
+
+def work(tmp_path, **changes):
+    defaults = {"store": Store(tmp_path / "work"), "inputs": {"model": "fake"}, "every": 0.0}
+    return Work(**defaults | changes)
+
+
+def calibrate(tap, made, work):
+    return collect(tap, tap.ids, made.recipes(LAYERS), made.config.method, H, D, work=work)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_killed_after_every_sample_the_result_has_the_same_bits(settings, tmp_path, name):
+    made = settings(*QUICK, *RECIPES[name])
+    plain = FakeTap(samples=5)
+    expected = plain.calibrate(made)
+    tap, kills = FragileTap(samples=5), 0
+    while True:
+        tap.left = 1
+        try:
+            found = calibrate(tap, made, work(tmp_path))
+            break
+        except Killed:
+            kills += 1
+    assert kills == 5 * len(plain.passes) - 1  # each life gets one sample further, the last one to the end
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+
+
+def test_nothing_is_observed_twice_and_recipes_share_what_was_collected(settings, tmp_path):
+    """Bits and codebooks are fitted, not collected: a sweep over them sees the samples once."""
+    tap = FragileTap(samples=3)
+    shared = work(tmp_path)
+    first = calibrate(tap, settings(*QUICK, "method=kvquant", "bits=3"), shared)
+    assert tap.seen == 6
+    again = calibrate(tap, settings(*QUICK, "method=kvquant", "bits=3"), shared)
+    four = calibrate(tap, settings(*QUICK, "method=kvquant", "bits=4"), shared)
+    assert tap.seen == 6
+    assert_same(again[1], first[1])
+    assert_same(four[1], FakeTap(samples=3).calibrate(settings(*QUICK, "method=kvquant", "bits=4"))[1])
+    calibrate(tap, settings(*QUICK, "method=kvquant", "outliers=0.02"), shared)  # other thresholds: all anew
+    assert tap.seen == 12
+    calibrate(tap, settings(*QUICK, "method=kvquant", "method.value.dense.codebook=nf"), shared)  # shares thresholds
+    assert tap.seen == 15
+    calibrate(tap, settings(*QUICK, "method=kvquant"), work(tmp_path, inputs={"model": "another"}))
+    assert tap.seen == 21
+
+
+def test_saves_come_no_closer_than_asked_for(settings, tmp_path):
+    tap = FragileTap(samples=5)
+    tap.left = 3
+    with pytest.raises(Killed):
+        calibrate(tap, settings(*QUICK, "method=kvquant"), work(tmp_path, every=3600.0))
+    assert not (tmp_path / "work").exists()
+
+
+def test_running_out_of_memory_says_what_to_lower(settings):
+    class Full(FakeTap):
+        def run(self, ids, gradients):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+            yield
+
+    with pytest.raises(MemoryExhaustedError, match=r"a sample of seqlen=140 tokens: set seqlen=70 .*device=split"):
+        Full().calibrate(settings(*QUICK, "method=kvquant"))
+
+
+@pytest.mark.parametrize("samples", [1, 3, 16, 37])
+@pytest.mark.parametrize("world", [1, 2, 3, 16])
+def test_every_sample_is_observed_once_and_lanes_stay_whole(samples, world):
+    shares = [Ranks(rank, world).samples(samples) for rank in range(world)]
+    assert [i for share in shares for i in share] == list(range(samples))
+    assert max(map(len, shares)) <= -(-samples // 16) * -(-16 // world)
+
+
+def command(text_file, out, *more):
+    options = ("bits=3", "samples=3", "seqlen=140", "eval=none", "device=cpu", f"data.path={text_file}", f"out={out}")
+    return ("-m", "calib", *options, *more)
+
+
+def bundle_bits(out):
+    return (out / "tensors.safetensors").read_bytes()
+
+
+def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path):
+    expected, out = tmp_path / "undisturbed" / "bundle", tmp_path / "killed" / "bundle"
+    subprocess.run([sys.executable, *command(text_file, expected)], check=True, capture_output=True)
+    killed = subprocess.Popen(
+        [sys.executable, *command(text_file, out, "checkpoint=0")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 300
+    while not list((out.parent / ".signpost-work").glob("*-rank0of1-*")) and killed.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() in (-signal.SIGKILL, 0)
+    subprocess.run([sys.executable, *command(text_file, out, "checkpoint=0")], check=True, capture_output=True)
+    assert bundle_bits(out) == bundle_bits(expected)
+    assert os.listdir(out.parent) == ["bundle"]
+
+
+def torchrun(*arguments):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=500)
+
+
+def test_two_ranks_write_the_bits_of_one(text_file, tmp_path):
+    subprocess.run([sys.executable, *command(text_file, tmp_path / "one" / "b")], check=True, capture_output=True)
+    done = torchrun(*command(text_file, tmp_path / "two" / "b"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert bundle_bits(tmp_path / "two" / "b") == bundle_bits(tmp_path / "one" / "b")
+    assert os.listdir(tmp_path / "two") == ["b"]

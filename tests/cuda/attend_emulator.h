@@ -1,0 +1,187 @@
+// What the attention kernels (cuda/attend.cuh, cuda/merge.cuh) need of a GPU, on a CPU; see fibers.h. Matrix products are exact sums
+// rounded once; asynchronous copies take place when they are waited for.
+#pragma once
+
+#define __CUDA_ARCH__ 900
+
+#include "fibers.h"
+
+#define blockDim (emulator::Index{static_cast<int>(emulator::current->block->warps.size()) * 32, 1, 1})
+#define SIGNPOST_SHARED_START 0
+
+// ---- numbers ----
+
+struct __half {
+    _Float16 x;
+    __half() = default;
+    explicit __half(float y) : x(static_cast<_Float16>(y)) {}
+};
+struct __half2 {
+    __half x, y;
+};
+struct __nv_bfloat16 {
+    unsigned short bits;
+};
+static_assert(sizeof(__half2) == 4, "a register");
+
+inline float __half2float(__half a) { return static_cast<float>(a.x); }
+inline __half __float2half_rn(float a) { return __half(a); }
+inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }
+inline float2 __half22float2(__half2 a) { return {__half2float(a.x), __half2float(a.y)}; }
+inline __half2 __halves2half2(__half a, __half b) { return {a, b}; }
+inline __half2 __half2half2(__half a) { return {a, a}; }
+inline __half2 __low2half2(__half2 a) { return {a.x, a.x}; }
+inline __half2 __high2half2(__half2 a) { return {a.y, a.y}; }
+inline __half __hneg(__half a) { return __half(-__half2float(a)); }
+inline __half2 __hneg2(__half2 a) { return {__hneg(a.x), __hneg(a.y)}; }
+inline __half fused(__half a, __half b, __half c) {  // one rounding
+    __half y;
+    y.x = static_cast<_Float16>(static_cast<double>(a.x) * static_cast<double>(b.x) + static_cast<double>(c.x));
+    return y;
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
+inline __half2 __hmul2(__half2 a, __half2 b) { return __hfma2(a, b, {__half(-0.f), __half(-0.f)}); }
+inline __half2 __hadd2(__half2 a, __half2 b) { return __hfma2(a, {__half(1.f), __half(1.f)}, b); }
+inline float __bfloat162float(__nv_bfloat16 a) {
+    const unsigned bits = static_cast<unsigned>(a.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float a) {
+    unsigned bits;
+    std::memcpy(&bits, &a, 4);
+    return {static_cast<unsigned short>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16)};
+}
+inline float __int_as_float(int a) {
+    float y;
+    std::memcpy(&y, &a, 4);
+    return y;
+}
+inline int __float2int_rn(float a) { return std::isnan(a) ? 0 : static_cast<int>(std::lrint(std::fmin(std::fmax(a, -2147483520.f), 2147483520.f))); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const uint64_t both = a | static_cast<uint64_t>(b) << 32;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) y |= static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7u) & 255u) << 8 * i;
+    return y;
+}
+template <typename N>
+N __ldg(const N* p) {
+    return *p;
+}
+inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
+[[noreturn]] inline void __trap() {
+    std::fprintf(stderr, "trap\n");
+    std::abort();
+}
+
+// ---- what cuda/mma.cuh says in assembly ----
+
+namespace signpost {
+
+inline unsigned char* shared_memory() { return emulator::current->block->shared; }
+inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_memory()); }
+
+inline double half_number(uint64_t bits, int which) {
+    const unsigned short one = static_cast<unsigned short>(bits >> 16 * which);
+    _Float16 y;
+    std::memcpy(&y, &one, 2);
+    return static_cast<double>(y);
+}
+
+inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const uint64_t mine[3] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32, b0 | static_cast<uint64_t>(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; ++k) {
+            sum += half_number(all[k / 8][row * 4 + k % 8 / 2], 2 * upper + k % 2) * half_number(all[2][column * 4 + k % 8 / 2], k / 8 * 2 + k % 2);
+        }
+        d[i] = static_cast<float>(sum);
+    }
+}
+
+inline void mma_half(unsigned& d0, unsigned& d1, unsigned a0, unsigned a1, unsigned b) {
+    const uint64_t mine[2] = {a0 | static_cast<uint64_t>(a1) << 32, b};
+    uint64_t all[2][32];
+    for (int i = 0; i < 2; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const int lane = emulator::current->thread % 32;
+    unsigned* const d[2] = {&d0, &d1};
+    for (int upper = 0; upper < 2; ++upper) {
+        unsigned y = 0;
+        for (int e = 0; e < 2; ++e) {
+            double sum = half_number(*d[upper], e);
+            for (int k = 0; k < 8; ++k) sum += half_number(all[0][lane / 4 * 4 + k / 2], 2 * upper + k % 2) * half_number(all[1][(lane % 4 * 2 + e) * 4 + k / 2], k % 2);
+            const _Float16 rounded = static_cast<_Float16>(sum);
+            unsigned short bits;
+            std::memcpy(&bits, &rounded, 2);
+            y |= static_cast<unsigned>(bits) << 16 * e;
+        }
+        *d[upper] = y;
+    }
+}
+
+inline unsigned transpose8(unsigned x) {
+    const uint64_t* all = emulator::exchange(x);
+    const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;
+    unsigned y = 0;
+    for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
+    return y;
+}
+
+template <int BYTES>
+void copy_async(unsigned to, const void* from) {
+    if (to % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES) {
+        std::fprintf(stderr, "copy_async: not aligned\n");
+        std::abort();
+    }
+    emulator::current->copies.push_back({shared_memory() + to, from, BYTES});
+}
+inline void copy_commit() {
+    emulator::current->pending.push_back(std::move(emulator::current->copies));
+    emulator::current->copies.clear();
+}
+template <int PENDING>
+void copy_wait() {
+    auto& pending = emulator::current->pending;
+    while (pending.size() > PENDING) {
+        for (const emulator::Copy& copy : pending.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+        pending.erase(pending.begin());
+    }
+}
+
+template <int OFFSET>
+unsigned load_table(unsigned at) {
+    return *reinterpret_cast<const unsigned*>(shared_memory() + OFFSET + at);
+}
+template <int OFFSET>
+uint2 load_table2(unsigned at) {
+    return *reinterpret_cast<const uint2*>(shared_memory() + OFFSET + at);
+}
+inline int rolled(int x) { return x; }
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline void group_barrier(int id, int threads) {
+    emulator::Barrier& barrier = emulator::current->block->groups[id];
+    if (id < 1 || id > 15 || (barrier.members && barrier.members != threads)) {
+        std::fprintf(stderr, "barrier %d of %d threads, before of %d\n", id, threads, barrier.members);
+        std::abort();
+    }
+    barrier.members = threads;
+    emulator::meet(barrier);
+}
+
+inline void store_shared(unsigned to, __half x) { *reinterpret_cast<__half*>(shared_memory() + to) = x; }
+inline void store_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) = x; }
+inline void clear_shared16(unsigned to) { std::memset(shared_memory() + to, 0, 16); }
+inline void or_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) |= x; }
+inline unsigned load_shared(unsigned from) { return *reinterpret_cast<const unsigned*>(shared_memory() + from); }
+template <int OFFSET>
+void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {
+    if (wanted) std::memcpy(a, shared_memory() + from + OFFSET, 16);
+    else std::memset(a, 0, 16);
+}
+
+}  // namespace signpost

@@ -1,0 +1,188 @@
+"""Attention kernels on the CPU (tests/cuda/attend_emulator.h) against float64. Needs g++, no GPU.
+
+The cases are fewer than those of tests/gpu/test_attention.py, since a block of the kernel is emulated thread by thread.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Window
+from runtime.attention import _NAMES, PagedAttention, _Attend, _Merge
+from runtime.sources import kernel_folder
+from runtime.units import MOST_ROWS, attend_unit
+from tests.formats import CASES, Case, kivi, kvquant
+from tests.gpu import paged
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+HERE = Path(__file__).parent
+ALLOWED, FLOOR = 2.3, 4e-4  # as tests/gpu/test_attention.py, whose 2.0 four formats miss by up to a tenth
+BLOCKS = 3  # of a launch: stretches that begin and end within heads
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="signpost-attend-"))
+
+
+@functools.cache
+def build(source: str) -> ctypes.CDLL:
+    """The unit as a library of this machine: attend(grid, tiles, params), merge(pairs, tiles, params)."""
+    path = folder() / f"{abs(hash(source))}.cpp"
+    for before, after in (
+        (
+            "extern __shared__ __align__(128) unsigned char shared[];",
+            "unsigned char* shared = signpost::shared_memory();",
+        ),
+        (
+            "__shared__ float shared[",
+            "float* shared = reinterpret_cast<float*>(signpost::shared_memory()); float unused[",
+        ),
+    ):
+        assert before in source
+        source = source.replace(before, after)
+    threads = "static_cast<int>(Shape::D)"
+    path.write_text(
+        f'#include "attend_emulator.h"\n{source}'
+        'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
+        'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
+        "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
+        'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
+        f"    emulator::launch([&] {{ merge(*params); }}, pairs, tiles, 1, {threads}, 1, 16384, 0xFF);\n}}\n"
+    )
+    library = path.with_suffix(".so")
+    command = ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+class Kernel:
+    """`runtime.jit.Kernel` on the CPU."""
+
+    def __init__(self, entry, params: type[ctypes.Structure]):
+        self.entry, self.params = entry, params
+
+    def launch(self, grid, block, shared, params, stream) -> None:
+        assert isinstance(params, self.params)
+        self.entry(grid[0], grid[1], ctypes.byref(params))
+
+
+class Module:
+    """`runtime.jit.Module` on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.kernels = {"attend": Kernel(library.run_attend, _Attend), "merge": Kernel(library.run_merge, _Merge)}
+        self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
+
+    def kernel(self, name: str) -> Kernel:
+        return self.kernels[name]
+
+
+class Emulated(PagedAttention):
+    """`PagedAttention` without a GPU."""
+
+    @staticmethod
+    def _device(device) -> torch.device:
+        return torch.device("cpu")
+
+    def _blocks(self) -> int:
+        return BLOCKS
+
+    @staticmethod
+    def _stream(device: torch.device) -> int:
+        return 0
+
+    def module(self, rows: int) -> Module:
+        unit = attend_unit(self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS))
+        return Module(build(unit.source))
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch):
+    monkeypatch.setattr(paged, "DEVICE", "cpu")
+    monkeypatch.setattr(paged, "PagedAttention", Emulated)
+
+
+def check(case: Case, lengths: list[int], m: int = 1) -> None:
+    scene = paged.Scene.of(case, lengths, m)
+    q = scene.query()
+    out = scene.run(q)
+    for i in range(len(lengths)):
+        reference = scene.oracle(q, i)
+        ours, theirs = paged.relative(out[i], reference), paged.relative(scene.half(q, i), reference)
+        assert ours <= max(ALLOWED * theirs, FLOOR), (lengths[i], ours, theirs)
+
+
+def case(formats: LayerFormat, h_q: int = 2, h_kv: int = 2, d: int = 128, rope: Rope | None = None) -> Case:
+    return Case("given", formats.key, formats.value, h_q, h_kv, d, rope or Rope(d, "half", 1.0, "default"))
+
+
+LENGTHS = [1, 63, 65, 66, 64 * 9 + 37]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_widths_with_outliers(bits):
+    check(case(kvquant(bits)), LENGTHS)
+
+
+@pytest.mark.parametrize("g", [1, 3, 4, 12])
+def test_query_heads_per_kv_head(g):
+    check(case(kvquant(2), 2 * g), [700, 130])
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_without_rope_on_reading(g):
+    check(case(kivi(2), 2 * g), LENGTHS)
+
+
+@pytest.mark.parametrize(("g", "m"), [(1, 2), (4, 4)])
+def test_several_new_tokens_are_causal(g, m):
+    check(case(kvquant(4), 2 * g), [m, 64 + m, 400], m)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_head_dimensions(d):
+    check(case(kvquant(3), d=d), [300, 65])
+
+
+@pytest.mark.parametrize("t", [16, 128])
+def test_page_sizes(t):
+    check(case(kvquant(3, t)), [1, t, 400])
+
+
+@pytest.mark.parametrize("recent", [(5, 77)])
+def test_windows_of_different_length(recent):
+    formats = kivi(2)
+    key, value = (replace(f, window=Window(0, r)) for f, r in zip((formats.key, formats.value), recent, strict=True))
+    check(case(LayerFormat(key, value)), [1, 65, 200, 500])
+
+
+@pytest.mark.parametrize("layout", [("half", 64), ("interleaved", 64)])
+def test_rotary_layouts(layout):
+    name, dim = layout
+    check(case(kvquant(2), rope=Rope(dim, name, 1.0, "default")), [300, 70])
+
+
+def test_factors_sketches_and_rotation():
+    group = Dense(2, "channel", 32), Dense(2, "token", 32)
+    factors = LayerFormat(*(Format(64, dense, lowrank=LowRank(4, 2)) for dense in group))
+    sketch = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, group[1]))
+    turned = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+    for formats in (factors, sketch, LayerFormat(turned, turned)):
+        check(case(formats), [1, 300])
+
+
+@pytest.mark.parametrize("given", CASES[::12], ids=lambda given: given.name)
+def test_formats_of_the_shared_list(given: Case):
+    few = replace(given, h_q=given.h_q // given.h_kv * 2, h_kv=2)
+    check(few, [1, 5 * max(given.key.t, given.value.t) + 7])

@@ -1,0 +1,167 @@
+"""What launches the GPU's kernels, with torch in their place: the cache of a GPU is the CPU's."""
+
+import copy
+
+import pytest
+import torch
+
+import runtime.decoding
+from runtime import Engine, KVCache
+from runtime.hf import SignpostCache
+from runtime.hf_decoder import HFDecoder
+from tests.attending import start, step
+from tests.formats import CASES, kivi, kvquant
+from tests.runtime.test_engine import MODEL, bundle_for, prompt
+from tests.standins import stand_in
+
+all_cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+STEPS = 5
+
+
+def lengths(case):
+    """One sequence whose keys fill a page in a few steps, one whose values do, one of a single token."""
+    key, value = (fmt.window.sinks + fmt.window.recent for fmt in (case.key, case.value))
+    return [key + 2 * case.key.t - 2, value + case.value.t - 3, 1]
+
+
+def filled(case, reserved):
+    """Each sequence from a prompt of its own at positions of its own."""
+    kv = KVCache(case.bundle(), 3, reserved)
+    for i, n in enumerate(lengths(case)):
+        q, k, v, _ = step(case, [0], n, 10 * i)
+        positions = int(start(3)[i]) + torch.arange(n)[None]
+        kv.layers[0].attend(q, k, v, positions, None, case.d**-0.5, [i])
+    return kv
+
+
+def assert_same(one, other):
+    for mine, theirs in ((one.key, other.key), (one.value, other.value)):
+        for i, n in enumerate(one.lengths):
+            assert (one.lengths[i], one.offsets[i], mine.used[i]) == (n, other.offsets[i], theirs.used[i])
+            for a, b in zip(mine.exact(i, n), theirs.exact(i, n), strict=True):
+                assert torch.equal(a, b)
+            if mine.used[i]:
+                assert torch.equal(mine.dense(i), theirs.dense(i))
+
+
+@all_cases
+def test_steps_hold_and_see_what_the_cpus_do(case, monkeypatch):
+    """Over the ends of pages of both sides; where memory grows, steps are planned anew."""
+    caches, reserved = [], None if CASES.index(case) % 2 else 300
+    for stands_in in (False, True):
+        with monkeypatch.context() as patch:
+            if stands_in:
+                stand_in(patch)
+            kv = filled(case, reserved)
+            outs = []
+            for number in range(STEPS):
+                q, k, v, positions = step(case, kv.lengths, 1, 100 + number)
+                outs.append(kv.layers[0].attend(q, k, v, positions, None, case.d**-0.5))
+            caches.append((kv, torch.cat(outs, 1)))
+    (cpu, exact), (device, out) = caches
+    if not (case.key.lowrank or case.value.lowrank):  # whose factors are found from a random start
+        assert_same(device.layers[0], cpu.layers[0])
+        # float32 against float64: 2**-24 a term, some thousand terms as large as the largest number.
+        assert (out - exact).abs().max() <= 1e-3 * exact.abs().max()
+    assert device.lengths == [n + STEPS for n in lengths(case)]
+
+
+LOWRANK = [case for case in CASES if case.key.lowrank or case.value.lowrank]
+
+
+@pytest.mark.parametrize("case", LOWRANK, ids=[case.name for case in LOWRANK])
+def test_segments_of_decoded_pages(case, monkeypatch):
+    """A page with factors that fills in a step has a segment of its own, and decodes to nearly the numbers."""
+    stand_in(monkeypatch)
+    kv = filled(case, None)
+    for number in range(STEPS):
+        q, k, v, positions = step(case, kv.lengths, 1, 100 + number)
+        kv.layers[0].attend(q, k, v, positions, None, case.d**-0.5)
+    for side in (kv.layers[0].key, kv.layers[0].value):
+        if side.format.lowrank:
+            book = side.tables.book
+            for i, n in enumerate(lengths(case)):
+                table = book.tables[i][: side.used[i]]
+                prompt_pages = side.format.window.pages(n, side.format.t)
+                expected = side.geometry.segments(len(table), prompt_pages)
+                assert len(book.groups(table)) == expected
+                stored = side.pool.field("segment")[torch.tensor(table, dtype=torch.int64)].flatten().tolist()
+                assert stored == [book.segment_of[page] for page in table]
+
+
+@pytest.mark.parametrize("formats", [kvquant(3, t=32), kivi(2, t=32, recent=5)], ids=["kvquant", "kivi"])
+def test_the_engines_device_steps(formats, monkeypatch):
+    """In batches of all sizes, empty sequences among them, tokens are those of steps on the CPU."""
+    bundle = bundle_for(MODEL, formats)
+    wanted = [(5, 40), (77, 30), (33, 3), (64, 50), (1, 60), (150, 12)]
+    found = []
+    for stands_in in (False, True):
+        with monkeypatch.context() as patch:
+            if stands_in:
+                stand_in(patch)
+                patch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: None)
+            engine = Engine(HFDecoder(MODEL, bundle), bundle, 3, 200, capture=False)
+            requests = [engine.submit(prompt(n, n), new) for n, new in wanted]
+            engine.run()
+            found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+
+
+def test_generate_on_device_steps(monkeypatch):
+    """Through transformers, with a padded batch and beams."""
+    bundle = bundle_for(MODEL, kvquant(3, t=32))
+    ids = torch.tensor([[0] * 30 + prompt(10), prompt(40)])
+    mask = (ids != 0).long()
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for stands_in in (False, True):
+        with monkeypatch.context() as patch:
+            if stands_in:
+                stand_in(patch)
+            for more in ({}, {"num_beams": 3}):
+                found.append(MODEL.generate(ids, past_key_values=SignpostCache(MODEL, bundle), **options, **more))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+def test_a_copy_plans_its_own_steps(monkeypatch):
+    stand_in(monkeypatch)
+    case = next(case for case in CASES if not (case.key.lowrank or case.value.lowrank))
+    kv = filled(case, None)
+    numbers = step(case, kv.lengths, 1, 5)
+    kv.layers[0].attend(*numbers, None, case.d**-0.5)
+    twin = copy.deepcopy(kv)
+    for seed in range(6, 6 + STEPS):
+        numbers = step(case, kv.lengths, 1, seed)
+        assert torch.equal(*(cache.layers[0].attend(*numbers, None, case.d**-0.5) for cache in (kv, twin)))
+    assert_same(kv.layers[0], twin.layers[0])
+
+
+def test_plans_follow_memory_that_moves(monkeypatch):
+    """Whatever of a side's memory is another, even at an address that was seen before, the step is planned anew."""
+    stand_in(monkeypatch)
+    case = next(case for case in CASES if not (case.key.lowrank or case.value.lowrank))
+    kv = filled(case, None)
+    layer, inputs = kv.layers[0], kv.step_inputs(3)
+    kernels = layer.step(case.h_q)
+    first = kernels.plan(inputs, 1.0)
+    assert kernels.plan(inputs, 1.0) is first
+    assert kernels.plan(inputs, 0.5) is not first
+    for name in ("heads", "records"):
+        moved = getattr(layer.key.pool, name).clone()
+        setattr(layer.key._pool, name, moved)
+        assert kernels.plan(inputs, 1.0) is not first
+        first = kernels.plan(inputs, 1.0)
+    layer.key.tables.ids = torch.nn.functional.pad(layer.key.tables.ids, (0, 3))
+    assert kernels.plan(inputs, 1.0) is not first
+
+
+def test_caches_that_cannot_be_captured():
+    bundle = bundle_for(MODEL, kvquant(3, t=32))
+    decoder = HFDecoder(MODEL, bundle)
+    with pytest.raises(ValueError, match=r"steps cannot follow a cache that grows: say the most that it"):
+        runtime.decoding.DeviceSteps(decoder, KVCache(bundle, 1), [1])
+    kv = KVCache(bundle, 1, 100)
+    runtime.decoding.Prompt(decoder, kv, 0, prompt(9), None).advance()
+    with pytest.raises(ValueError, match="steps are captured before the cache is filled"):
+        runtime.decoding.DeviceSteps(decoder, kv, [1])

@@ -1,0 +1,128 @@
+"""The pack and attention kernels as torch does them, behind the same interface: what launches them runs anywhere.
+
+They read what the kernels read (tables, lengths, offsets, cyclic windows, bytes of pages) and nothing else.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import runtime.cache
+import runtime.side
+import runtime.step
+from artifacts import PageGeometry
+from artifacts.geometry import SEGMENT_PAGES
+from runtime.attention import PagedSide
+from runtime.codec import Codec, PagePool
+from runtime.jit import KernelError
+from runtime.rope import Rotation
+from tests.oracles.attention import attention
+
+
+class Packer:
+    """`runtime.pack.Packer` by the torch codec."""
+
+    def __init__(self, codec: Codec, rotation: Rotation | None, dtype: torch.dtype):
+        self.codec, self.rotation, self.dtype, self.format = codec, rotation, dtype, codec.geometry.format
+
+    def reserve(self, b: int) -> None:
+        """Nothing to do."""
+
+    def check(self) -> None:
+        """Numbers are checked when they are packed."""
+
+    def prompt(self, pool, table, x, first_page, pages, first_token=0, ring=None, offsets=None, segments=None):
+        assert table.dtype == offsets.dtype == torch.int32
+        assert x.dtype == self.dtype
+        t, sinks = self.format.t, self.format.window.sinks
+        each = self.codec.geometry.segments(pages, pages)
+        assert not self.format.lowrank or segments.numel() == table.shape[0] * each
+        for i in range(table.shape[0]):
+            tokens = range(sinks + first_page * t, sinks + (first_page + pages) * t)
+            rows = [x[i, n - first_token] if n >= first_token else ring[i, (n - sinks) % ring.shape[1]] for n in tokens]
+            places = segments.view(-1, each)[i] if self.format.lowrank else None
+            self._write(
+                pool, table[i, first_page : first_page + pages], torch.stack(rows), int(offsets[i]), tokens, places
+            )
+
+    def step(self, pool, table, ring, lengths, fresh=1, offsets=None):
+        if self.format.lowrank:
+            raise KernelError("factors are found by torch")
+        t, window = self.format.t, self.format.window
+        for i, n in enumerate(lengths.tolist()):
+            if (page := window.pages(n, t) - 1) < window.pages(n - fresh, t):
+                continue
+            tokens = range(window.sinks + page * t, window.sinks + (page + 1) * t)
+            rows = torch.stack([ring[i, (n - window.sinks) % ring.shape[1]] for n in tokens])
+            self._write(pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, None)
+
+    def _write(
+        self, pool: PagePool, ids: Tensor, x: Tensor, offset: int, tokens: range, segments: Tensor | None
+    ) -> None:
+        if self.rotation is not None:
+            at = torch.arange(offset + tokens.start, offset + tokens.stop)
+            x = self.rotation.unrotate(x.transpose(0, 1), at).transpose(0, 1)
+        for k, pages in enumerate(x.unflatten(0, (-1, self.format.t)).split(SEGMENT_PAGES)):
+            fields, _ = self.codec.encode(pages, pages.shape[0])
+            place = None if segments is None else segments[k : k + 1]
+            pool.write(ids[k * SEGMENT_PAGES :][: pages.shape[0]].long(), fields, place)
+
+
+class PagedAttention:
+    """`runtime.attention.PagedAttention` in float64 over decoded pages."""
+
+    def __init__(self, key, value, key_tables, value_tables, rotation, h_q, dtype, device):
+        self.sides = [Codec(key, key_tables), Codec(value, value_tables)]
+        self.rotation = rotation if key.format.domain == "pre_rope" else None
+
+    def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
+        return Step(self, (key, value), lengths, offsets, m, scale)
+
+
+class Step:
+    """A step that reads everything when it runs."""
+
+    def __init__(self, kernels, sides, lengths, offsets, m, scale):
+        assert lengths.dtype == offsets.dtype == sides[0].table.dtype == torch.int32
+        self.kernels, self.sides, self.lengths, self.offsets, self.m, self.scale = (
+            kernels, sides, lengths, offsets, m, scale,
+        )  # fmt: skip
+
+    def run(self, q: Tensor, out: Tensor) -> None:
+        for i, n in enumerate(self.lengths.tolist()):
+            keys, values = (
+                self._tokens(codec, side, i, n).transpose(0, 1).numpy()
+                for codec, side in zip(self.kernels.sides, self.sides, strict=True)
+            )
+            found = attention(q[i].double().numpy(), keys, values, self.scale)
+            out[i] = torch.from_numpy(found).to(out.dtype)
+
+    def _tokens(self, codec: Codec, side: PagedSide, i: int, n: int) -> Tensor:
+        fmt, geometry = codec.geometry.format, codec.geometry
+        window, pages = fmt.window, fmt.window.pages(n - self.m, fmt.t)
+        pool = _pool(geometry, side)
+        paged = codec.decode(pool.read(side.table[i, :pages].long())).flatten(0, 1)
+        if self.kernels.rotation is not None and codec is self.kernels.sides[0]:
+            first = int(self.offsets[i]) + window.sinks
+            at = torch.arange(first, first + paged.shape[0])
+            paged = self.kernels.rotation.rotate(paged.transpose(0, 1), at).transpose(0, 1)
+        rest = [
+            side.window[i, (k - window.sinks) % side.window.shape[1]] for k in range(window.sinks + pages * fmt.t, n)
+        ]
+        newest = torch.stack(rest) if rest else paged[:0].to(side.window.dtype)
+        return torch.cat([side.sinks[i, : min(n, window.sinks)].double(), paged.double(), newest.double()])
+
+
+def _pool(geometry: PageGeometry, side: PagedSide) -> PagePool:
+    """The bytes that the kernels were given, as a pool."""
+    pool = PagePool(geometry, 0)
+    pool.heads, pool.records, pool.segments = side.heads, side.records, side.segments
+    return pool
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on caches on the CPU launch kernels as caches on a GPU do, and torch stands in for these."""
+    monkeypatch.setattr(runtime.side, "Packer", Packer)
+    monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
+    for module in (runtime.side, runtime.cache):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
