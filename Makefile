@@ -33,9 +33,10 @@ $(STAMP): pyproject.toml hatch_build.py
 calibrate: $(STAMP)
 	$(PY) -m calib $(ARGS)
 
-# One thread: with two threads beside other load, small matrix products take fifty times as long.
+# A process a core, each of one thread: with two threads beside other load, small matrix products take fifty times as
+# long. Each process starts with one stretch of the tests and keeps to it: tests of a file share what their fixtures make.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal $(TESTARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

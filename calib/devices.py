@@ -32,6 +32,8 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Place:
                 f"device={name}: {ranks} ranks on this machine, but torch sees {gpus} CUDA devices: start at most as "
                 "many ranks (--nproc-per-node) as there are GPUs, or use device=cpu"
             )
+        if name != "split":
+            return Place(torch.device("cuda", rank))
         first = rank * share
-        return Place(torch.device("cuda", first), tuple(range(first, first + share)) if name == "split" else ())
+        return Place(torch.device("cuda", first), tuple(range(first, first + share)))
     return Place(resolve_device(name))

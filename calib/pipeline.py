@@ -50,14 +50,15 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         for named in (config.data.path, config.eval.path):
             if named is not None:
                 text_files(Path(named))
-        _check_destination(Path(config.out))
     _check_model(settings)
+    if ranks.first:  # last: it makes the folder above the bundle
+        _check_destination(Path(config.out))
     dtype = _dtype(config.model.dtype, placed.device)
     source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
     with bars(console) if ranks.first else nullcontext() as progress:  # not before: loading has bars of its own
         work = Work(ranks, store, of_model(source[0]), config.checkpoint)
-        tokens = ranks.share(_tokens(settings, source, work, progress) if ranks.first else None)
         text = _evaluation_text(settings, source, progress) if ranks.first else None
+        tokens = ranks.share(_tokens(settings, source, work, progress) if ranks.first else None)
         assert tokens is not None
         bundle = calibrate(source[0], settings, tokens, progress, work)
         return _finished(bundle, settings, source[0], text, console, progress) if ranks.first else None

@@ -9,12 +9,14 @@ from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
 from benchmarks.sketch_rows import Taken, errors
 from calib.forward import hidden_states
 from calib.tap import Tap
-from runtime.cache import Side
 from runtime.codec import Codec
 from runtime.hf import load_causal_lm
+from runtime.pages import PageBook
+from runtime.side import BlockTables, Side
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 WINDOWS, TOKENS, T = 2, 512, 64
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +62,13 @@ def test_factors_in_the_cache_are_within_two_percent_of_the_svd(trained, ids, na
         numbers = [a.rotated_key if name == "key" else a.value for a in layer]
         h_kv, d = numbers[0].shape[1:]
         codec = Codec(PageGeometry.of(FORMATS[name], h_kv, d, name), {})
-        side = Side(FORMATS[name], codec, WINDOWS, TOKENS, torch.float32)
+        tables = BlockTables(FORMATS[name], 1, WINDOWS, 0, PageBook(WINDOWS, 0, 0, grows=True), CPU)
+        side = Side(codec, None, tables, 0, WINDOWS, torch.float32)
         for sequence, x in enumerate(numbers):
             for start, stop in [(0, prompt), *((n, n + 16) for n in range(prompt, TOKENS, 16))]:
-                side.append(sequence, x[start:stop], start, side.encode(sequence, x[start:stop], start, None, 0))
+                tables.take(sequence, stop)
+                side.pack(sequence, x[start:stop], start, 0)
+                side.append(sequence, x[start:stop], start)
             fields = side.pool.read(side.pages_of(sequence).long())
             left, right = fields["left"].double(), fields["right"].double()[fields["segment"][:, 0].long()]
             rest = x.unflatten(0, (-1, T)) - Codec(PageGeometry.of(backbone, h_kv, d, name), {}).decode(fields)

@@ -159,7 +159,7 @@ def test_plans_follow_memory_that_moves(monkeypatch):
 def test_caches_that_cannot_be_captured():
     bundle = bundle_for(MODEL, kvquant(3, t=32))
     decoder = HFDecoder(MODEL, bundle)
-    with pytest.raises(ValueError, match=r"steps cannot follow a cache that grows: say the most that it"):
+    with pytest.raises(ValueError, match="a captured step cannot follow a cache that grows: say the most that it"):
         runtime.decoding.DeviceSteps(decoder, KVCache(bundle, 1), [1])
     kv = KVCache(bundle, 1, 100)
     runtime.decoding.Prompt(decoder, kv, 0, prompt(9), None).advance()
