@@ -26,8 +26,9 @@ def saved(tmp_path):
 
 
 @pytest.fixture
-def command(capsys):
-    """Runs a command in this process: exit code, what it printed, and that as JSON where it is."""
+def command(capsys, monkeypatch):
+    """Runs a command in this process, 200 columns wide: exit code, what it printed, and that as JSON where it is."""
+    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments):
         code = main(list(map(str, arguments)))

@@ -165,12 +165,15 @@ def test_outliers_of_recipes(name, geometry, rope, dtype, kind):
     check_prompt(geometry, rope, dtype, "sm_90a", kind, b=2)
 
 
-@pytest.mark.parametrize("index", range(0, len(SIDES), 4))
+NARROW = [side for side in SIDES if side[1].shape.d < 256]  # one thread after the other, 256 channels take minutes
+
+
+@pytest.mark.parametrize("index", range(0, len(NARROW), 8))
 def test_without_clusters(index):
     """One CTA packs all slices of a page where there are outliers; what does not fit shared memory stays there."""
-    _, geometry, rope = SIDES[index]
+    _, geometry, rope = NARROW[index]
     check_prompt(
-        geometry, rope, [torch.bfloat16, torch.float32][index // 4 % 2], ["sm_80", "sm_86"][index // 4 % 2], "grid"
+        geometry, rope, [torch.bfloat16, torch.float32][index // 8 % 2], ["sm_80", "sm_86"][index // 8 % 2], "grid"
     )
 
 
