@@ -42,6 +42,9 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         from calib.pipeline import run, summary  # heavy imports only once the options are known to be sound
         from calib.store import Store
 
+        if settings.config.budget is not None:
+            from calib.allocation.job import run
+
         store = Store(settings.work)
         if settings.config.work is None:
             store = stores.setdefault(settings.work, store)

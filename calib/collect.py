@@ -53,6 +53,7 @@ class SideFits:
             return None
         fmt = self.side.format
         return {
+            "side": "key" if self.is_key else "value",
             "fit": type(self.fit).__name__,
             "settings": self.fit.sees(),
             "sinks": fmt.window.sinks,
@@ -116,14 +117,32 @@ def collect(
 ) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
     """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
+    Returns the formats of all layers and tensors by bundle name; otherwise as `collect_all`.
+    """
+    return collect_all(tap, ids, [recipes], method, h_kv, d, progress, work)[0]
+
+
+def collect_all(
+    tap: Tap,
+    ids: Tensor,
+    recipes: Sequence[Sequence[LayerRecipe]],
+    method: MethodConfig,
+    h_kv: int,
+    d: int,
+    progress: Progress | None = None,
+    work: Work = ALONE,
+) -> list[tuple[tuple[LayerFormat, ...], dict[str, Tensor]]]:
+    """What `collect` finds for each of several recipes, in the same passes over the samples.
+
     ids int64 [samples, seqlen], the same on every rank; without samples only what needs no observation can be fitted.
-    Returns the formats of all layers and tensors by bundle name. Passes without gradients come first, so that at most
-    one pass pays for gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by
-    them. Every rank of `work` gets the same result, bit for bit, however many there are.
+    Passes without gradients come first, so that at most one pass pays for gradients, and one more where ranks are
+    chosen by gradients behind signposts that are fitted by them. Every rank of `work` gets the same result, bit for
+    bit, however many there are.
     Raises SignpostError where the samples are shorter than one page behind the sinks, FormatError where a format does
     not fit the model, and what `Tap.run` and the fits raise.
     """
-    layers = _sides(recipes, method, h_kv, d, *ids.shape)
+    many = [_sides(each, method, h_kv, d, *ids.shape) for each in recipes]
+    layers = [[side for pair in pairs for side in pair] for pairs in zip(*many, strict=True)]
     sides = [side for layer in layers for side in layer]
     for number in count(1):
         for side in sides:
@@ -135,7 +154,7 @@ def collect(
         if not titles:
             break
         run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", work, progress)
-    return _chosen([key.side for key, _ in layers], [value.side for _, value in layers])
+    return [_chosen([key.side for key, _ in found], [value.side for _, value in found]) for found in many]
 
 
 def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int) -> bool:

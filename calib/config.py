@@ -89,6 +89,26 @@ class MethodConfig:
 
 
 @dataclass
+class CandidatesConfig:
+    """What `budget` chooses from.
+
+    key, value  base (settings of a format but page size and window) and variants (by name, what differs from base)
+    fillings    list of {t, sinks, recent}: page sizes, and which tokens stay in full precision
+    tokens      of calibration text on which damage is measured
+    weights, bins, seed  of the fits, as of a method
+    """
+
+    name: str = MISSING
+    key: Any = MISSING
+    value: Any = MISSING
+    fillings: Any = MISSING
+    tokens: int = 8192
+    weights: str = "fisher_scaled"
+    bins: int = 16384
+    seed: int = 0
+
+
+@dataclass
 class Config:
     """Everything that `python -m calib` takes."""
 
@@ -96,6 +116,9 @@ class Config:
     method: MethodConfig = field(default_factory=MethodConfig)
     data: TextConfig = field(default_factory=TextConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    candidates: CandidatesConfig = field(default_factory=CandidatesConfig)
+    budget: str | None = None
+    table: str | None = None
     bits: int = 4
     outliers: float = 0.01
     sinks: int = 1
@@ -108,12 +131,27 @@ class Config:
     out: str = MISSING
 
 
+GROUPS = (
+    ("model", ModelConfig),
+    ("method", MethodConfig),
+    ("data", TextConfig),
+    ("eval", EvalConfig),
+    ("candidates", CandidatesConfig),
+)
+
+
 def register() -> None:
     """Gives Hydra the schema against which `conf/` is checked."""
+    OmegaConf.register_new_resolver("bundle_path", _bundle_path, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    for group, node in (("model", ModelConfig), ("method", MethodConfig), ("data", TextConfig), ("eval", EvalConfig)):
+    for group, node in GROUPS:
         store.store(group=group, name="schema", node=node)
+
+
+def _bundle_path(model: str, method: str, bits: int, budget: str | None) -> str:
+    """Where a bundle goes that nobody has named."""
+    return f"bundles/{model}-{f'auto-{budget}' if budget else f'{method}-{bits}bit'}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +184,12 @@ class Settings:
         return Path(self.config.out).parent / WORK if self.config.work is None else Path(self.config.work)
 
     @property
+    def table(self) -> Path:
+        """Folder of what was measured and fitted for budgets."""
+        c = self.config
+        return Path(c.out).parent / f"{c.model.name}-{c.candidates.name}.table" if c.table is None else Path(c.table)
+
+    @property
     def resolved(self) -> dict[str, Any]:
         """Plain data of the whole configuration, for provenance."""
         return asdict(self.config)
@@ -161,6 +205,11 @@ class Settings:
             raise ConfigError(f"method.weights={c.method.weights}: allowed are {', '.join(WEIGHTS)}")
         if c.method.bins < 256:
             raise ConfigError(f"method.bins={c.method.bins}: at least 256, or boundaries between signposts get coarse")
+        if c.candidates.weights not in WEIGHTS or c.candidates.bins < 256:
+            raise ConfigError(
+                f"candidates.weights={c.candidates.weights}, candidates.bins={c.candidates.bins}: allowed are "
+                f"{', '.join(WEIGHTS)}, and at least 256 bins"
+            )
         _check_text(c.data, "data", [source for source in SOURCES if source != "none"])
         _check_text(c.eval, "eval", SOURCES)
         if c.eval.source != "none":
@@ -219,7 +268,7 @@ class Settings:
             table, where = getattr(self.config.method, side), f"method.{side}"
             for override in overrides:
                 if side in override.sides:
-                    table, where = _merged(table, override.sides[side]), f"method.layers.{override.name}.{side}"
+                    table, where = merged(table, override.sides[side]), f"method.layers.{override.name}.{side}"
             table, rules[side] = split(_without_absent(table), where)
             formats[side] = from_json(Format, table, where)
         return LayerRecipe(LayerFormat(**formats), **rules)
@@ -283,9 +332,9 @@ def _check_text(text: TextConfig, where: str, sources: Sequence[str]) -> None:
         raise ConfigError(f"{where}=text needs {where}.path=FILE_OR_FOLDER")
 
 
-def _merged(base: Any, changes: Any) -> Any:
+def merged(base: Any, changes: Any) -> Any:
     if isinstance(base, dict) and isinstance(changes, dict):
-        return base | {k: _merged(base.get(k), v) for k, v in changes.items()}
+        return base | {k: merged(base.get(k), v) for k, v in changes.items()}
     return changes
 
 

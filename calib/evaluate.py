@@ -57,24 +57,33 @@ class SimulatedCache(AttendingCache):
         v_hat = packed(v, formats.value, value_codec, None, tail=not self.window)
         if not self.window:
             k, v = k_hat, v_hat  # sinks are as they were in both
-        g = q.shape[1] // k.shape[1]
-        k, k_hat, v, v_hat = (at_least_float32(x).repeat_interleave(g, 1) for x in (k, k_hat, v, v_hat))
-        key, value = _Both(k, k_hat, formats.key), _Both(v, v_hat, formats.value)
-        out = torch.empty_like(q)
-        for rows in blocks(q.shape[2]):
-            out[:, :, rows] = _attend_rows(at_least_float32(q[:, :, rows]) * scaling, rows.start, key, value)
-        return out.transpose(1, 2)
+        return attend_both(q, Both(k, k_hat, formats.key), Both(v, v_hat, formats.value), scaling)
 
 
-class _Both(NamedTuple):
-    """Keys or values [b, h_q, n, d] as the model made them and as pages hold them."""
+class Both(NamedTuple):
+    """Keys or values [b, heads, n, d] as the model made them and as pages hold them."""
 
     exact: Tensor
     packed: Tensor
     format: Format
 
+    def repeated(self, g: int) -> "Both":
+        """For the g query heads of each kv head, [b, g * h_kv, n, d], in float32 at least."""
+        exact, packed = (at_least_float32(x).repeat_interleave(g, 1) for x in self[:2])
+        return Both(exact, packed, self.format)
 
-def _attend_rows(q: Tensor, start: int, key: _Both, value: _Both) -> Tensor:
+
+def attend_both(q: Tensor, key: Both, value: Both, scaling: float) -> Tensor:
+    """Attention of a whole window q [b, h_q, n, d] as it would find keys and values at each turn -> [b, n, h_q, d]."""
+    g = q.shape[1] // key.exact.shape[1]
+    key, value = (side.repeated(g) for side in (key, value))
+    out = torch.empty_like(q)
+    for rows in blocks(q.shape[2]):
+        out[:, :, rows] = _attend_rows(at_least_float32(q[:, :, rows]) * scaling, rows.start, key, value)
+    return out.transpose(1, 2)
+
+
+def _attend_rows(q: Tensor, start: int, key: Both, value: Both) -> Tensor:
     """Scaled queries q [b, h_q, m, d], the first at token `start`, over all keys and values up to each query."""
     n = start + q.shape[2]
     query, token = torch.arange(start, n, device=q.device)[:, None], torch.arange(n, device=q.device)

@@ -51,7 +51,7 @@ class Observer(Protocol):
     def finish(self, found: Tensors) -> None: ...
 
 
-Layer = tuple[Observer, Observer]
+Layer = Sequence[Observer]
 
 
 def run_pass(tap: Tap, ids: Tensor, layers: Sequence[Layer], title: str, work: Work, progress: Progress | None) -> None:
@@ -59,17 +59,22 @@ def run_pass(tap: Tap, ids: Tensor, layers: Sequence[Layer], title: str, work: W
 
     Raises MemoryExhaustedError, RankError, StageError, OSError of the store, and what the tap and the fits raise.
     """
-    key = dict(work.inputs) | {"sees": [[side.sees() for side in sides] for sides in layers]}
+    seen = [[side.sees() for side in sides] for sides in layers]
+    # Sides that see the same (of recipes that differ in their codebooks, say) share what the first of them collects.
+    first = [[row.index(one) for one in row] for row in seen]
+    watching = [[sides[i] for i in sorted(set(row))] for sides, row in zip(layers, first, strict=True)]
+    key = dict(work.inputs) | {"sees": [[side.sees() for side in sides] for sides in watching]}
     stored = work.store.get(key) if work.store and work.ranks.first else None
     collected = work.ranks.share(stored)
     if collected is None:
-        _observe(tap, ids, layers, title, work, key, progress)
-        collected = _merged(layers, work.ranks)
+        _observe(tap, ids, watching, title, work, key, progress)
+        collected = _merged(watching, work.ranks)
         if work.store:
             if work.ranks.first:
                 work.store.put(key, collected)
             work.store.drop_parts(key, _who(work.ranks))
-    _fit(layers, collected, work.ranks)
+    places = [[sorted(set(row)).index(i) for i in row] for row in first]
+    _fit(layers, places, collected, work.ranks)
 
 
 def _observe(
@@ -122,14 +127,14 @@ def _merged(layers: Sequence[Layer], ranks: Ranks) -> list[Tensors]:
     return [of_all[layer] for layer in range(len(layers))]
 
 
-def _fit(layers: Sequence[Layer], collected: Sequence[Tensors], ranks: Ranks) -> None:
-    """Fits every layer on the rank that owns it, and hands the tables to all."""
+def _fit(layers: Sequence[Layer], places: Sequence[Sequence[int]], collected: Sequence[Tensors], ranks: Ranks) -> None:
+    """Fits every layer on the rank that owns it, and hands the tables to all. places: whose collection a side reads."""
     mine: dict[int, list[Tensors]] = {}
     for layer, sides in enumerate(layers):
         if ranks.owner(layer) == ranks.rank:
             mine[layer] = [
-                observer.fit.fit(_of_side(collected[layer], side)) if observer.fit else {}
-                for side, observer in enumerate(sides)
+                observer.fit.fit(_of_side(collected[layer], place)) if observer.fit else {}
+                for place, observer in zip(places[layer], sides, strict=True)
             ]
     for part in ranks.gather(mine):
         for layer, tables in part.items():
@@ -138,7 +143,7 @@ def _fit(layers: Sequence[Layer], collected: Sequence[Tensors], ranks: Ranks) ->
 
 
 def _joined(sides: Layer) -> Tensors:
-    """State of all statistics of one layer: `<0 or 1>.<statistic>.<tensor>`."""
+    """State of all statistics of one layer: `<side>.<statistic>.<tensor>`."""
     return {
         f"{side}.{name}": tensor
         for side, observer in enumerate(sides)

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from artifacts import Bundle, PageGeometry, load
 from artifacts.atomic import replace_folder
-from artifacts.bundle import MANIFEST, SIDES, owned_files
+from artifacts.bundle import MANIFEST, SIDES, Tensor, owned_files
 from artifacts.errors import BundleError, FormatError
 from calib.collect import collect, observes
 from calib.config import ConfigError, Settings
@@ -34,7 +34,8 @@ from calib.tap import Tap
 from runtime.hf import fingerprint, load_causal_lm, model_path, rotary
 
 LONG = 131072  # tokens of a long context
-UNSEEN = ("out", "eval", "work", "checkpoint")  # settings that leave a bundle's tensors as they are
+# Settings that leave the tensors of a recipe's bundle as they are.
+UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "candidates")
 
 
 def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
@@ -50,21 +51,23 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         for named in (config.data.path, config.eval.path):
             if named is not None:
                 text_files(Path(named))
-    _check_model(settings)
+    _check_formats(settings)
     if ranks.first:  # last: it makes the folder above the bundle
-        _check_destination(Path(config.out))
-    dtype = _dtype(config.model.dtype, placed.device)
+        check_destination(Path(config.out))
+    dtype = model_dtype(config.model.dtype, placed.device)
     source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
     with bars(console) if ranks.first else nullcontext() as progress:  # not before: loading has bars of its own
         work = Work(ranks, store, of_model(source[0]), config.checkpoint)
-        text = _evaluation_text(settings, source, progress) if ranks.first else None
-        tokens = ranks.share(_tokens(settings, source, work, progress) if ranks.first else None)
+        text = evaluation_text(settings, source, progress) if ranks.first else None
+        none = Tokens(torch.empty(0, config.seqlen, dtype=torch.int64), "none needed")
+        needed = _needed(settings, source[0])
+        tokens = ranks.share(calibration_text(settings, source, work, progress) if ranks.first and needed else none)
         assert tokens is not None
         bundle = calibrate(source[0], settings, tokens, progress, work)
-        return _finished(bundle, settings, source[0], text, console, progress) if ranks.first else None
+        return finished(bundle, settings, source[0], text, console, progress) if ranks.first else None
 
 
-def _finished(
+def finished(
     bundle: Bundle,
     settings: Settings,
     model: PreTrainedModel,
@@ -85,11 +88,15 @@ def _finished(
 Source = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def _tokens(settings: Settings, source: Source, work: Work, progress: Progress | None) -> Tokens:
-    """What to calibrate on; nothing where the formats fit nothing, because generating text takes a while."""
-    config, info = settings.config, fingerprint(source[0])
-    if not observes(settings.recipes(info.l), config.method, info.h_kv, info.d):
-        return Tokens(torch.empty(0, config.seqlen, dtype=torch.int64), "none needed")
+def _needed(settings: Settings, model: PreTrainedModel) -> bool:
+    """Whether the formats fit anything: generating text takes a while."""
+    info = fingerprint(model)
+    return observes(settings.recipes(info.l), settings.config.method, info.h_kv, info.d)
+
+
+def calibration_text(settings: Settings, source: Source, work: Work, progress: Progress | None) -> Tokens:
+    """What to calibrate on."""
+    config = settings.config
     wanted = (config.samples, config.seqlen, config.seed)
     if config.data.source != "generated" or work.store is None:
         return calibration_tokens(config.data, *source, *wanted, progress)
@@ -101,19 +108,19 @@ def _tokens(settings: Settings, source: Source, work: Work, progress: Progress |
     return tokens
 
 
-def _evaluation_text(settings: Settings, source: Source, progress: Progress | None) -> Tokens | None:
+def evaluation_text(settings: Settings, source: Source, progress: Progress | None) -> Tokens | None:
     e = settings.config.eval
     if e.source == "none":
         return None
     return evaluation_tokens(e, *source, e.tokens, settings.eval_seqlen, settings.config.seed, progress)
 
 
-def _dtype(name: str, device: torch.device) -> str:
+def model_dtype(name: str, device: torch.device) -> str:
     """On the CPU float32 is both exact and faster than emulated half precision."""
     return "float32" if name == "auto" and device.type == "cpu" else name
 
 
-def _check_destination(out: Path) -> None:
+def check_destination(out: Path) -> None:
     """Raises what saving would raise at the end of the run: foreign files, no permission, no way to swap folders."""
     destination = Path(os.path.realpath(out))
     if destination.is_file():
@@ -126,23 +133,38 @@ def _check_destination(out: Path) -> None:
             replace_folder(Path(rehearsal) / "bundle", {MANIFEST: b""}, ours=(MANIFEST,))
 
 
-def _check_model(settings: Settings) -> None:
-    """Raises FormatError or ConfigError for what the model's configuration rules out, before gigabytes are read."""
-    config = settings.config
+def known_config(settings: Settings) -> Any | None:
+    """The model's configuration, before gigabytes are read; None where it cannot be had, as loading will say better."""
+    model = settings.config.model
     try:
-        model = AutoConfig.from_pretrained(
-            model_path(config.model.path), revision=config.model.revision
-        ).get_text_config()
+        return AutoConfig.from_pretrained(model_path(model.path), revision=model.revision).get_text_config()
     except (OSError, ValueError, KeyError):
-        return  # loading the model says what is wrong
+        return None
+
+
+def heads(model: Any) -> tuple[int, int]:
+    """KV heads and channels of a head by a model's configuration."""
     h_kv = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    d = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return h_kv, getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+def _check_formats(settings: Settings) -> None:
+    """Raises FormatError or ConfigError for what the model's configuration rules out."""
+    model = known_config(settings)
+    if model is None:
+        return
     for layer in settings.formats(model.num_hidden_layers):
         for side in SIDES:
             try:
-                PageGeometry.of(getattr(layer, side), h_kv, d, side)
+                PageGeometry.of(getattr(layer, side), *heads(model), side)
             except FormatError as error:
                 raise FormatError(f"method.{side}: {error}") from error
+    check_lengths(settings, model)
+
+
+def check_lengths(settings: Settings, model: Any) -> None:
+    """Raises ConfigError for windows beyond the model's positions."""
+    config = settings.config
     limit = getattr(model, "max_position_embeddings", None)
     used = {"seqlen": config.seqlen} | ({"eval.seqlen": settings.eval_seqlen} if config.eval.source != "none" else {})
     for name, seqlen in used.items():
@@ -158,19 +180,31 @@ def calibrate(
     recipes = settings.recipes(info.l)
     work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
     formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress, work)
-    arrays = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}
-    arrays["rope.inv_freq"] = rotary(model)[1].numpy()
-    used = {name: value for name, value in settings.resolved.items() if name not in UNSEEN}
+    return Bundle(config.method.name, info, formats, arrays(model, tensors), provenance(model, settings, tokens))
+
+
+def arrays(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    """A bundle's tensors: those that were fitted, and the model's RoPE."""
+    found: dict[str, Tensor] = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}
+    return found | {"rope.inv_freq": rotary(model)[1].numpy()}
+
+
+def provenance(
+    model: PreTrainedModel, settings: Settings, tokens: Tokens, unseen: Sequence[str] = UNSEEN
+) -> dict[str, Any]:
+    """What a bundle says of how it was made. unseen: settings that have nothing to do with it."""
+    config = settings.config
+    used = {name: value for name, value in settings.resolved.items() if name not in unseen}
     # Bundles travel, and folder names tell of their owners: names of the model and of the text have to do.
-    used["model"]["path"], used["data"]["path"] = info.name, config.data.path and Path(config.data.path).name
-    provenance = {
+    used["model"]["path"] = fingerprint(model).name
+    used["data"]["path"] = config.data.path and Path(config.data.path).name
+    return {
         "data": tokens.provenance(),
         "seed": config.seed,
         "settings": used,
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "packages": versions(),
     }
-    return Bundle(config.method.name, info, formats, arrays, provenance)
 
 
 def summary(bundle: Bundle, path: Path, n: int) -> Table:

@@ -327,7 +327,6 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
     _require_supported(model, config)
     rope, _ = rotary(model)
     h_q = config.num_attention_heads
-    known = {name: getattr(config, name) for name in _HASHED if hasattr(config, name)}
     index = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return ModelFingerprint(
         name=_public_name(str(config.name_or_path or type(model).__name__)),
@@ -337,9 +336,14 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
         h_kv=getattr(config, "num_key_value_heads", None) or h_q,
         d=getattr(config, "head_dim", None) or config.hidden_size // h_q,
         rope=rope,
-        config_hash=_digest(known),
+        config_hash=config_hash(config),
         weights_hash=_digest(index),
     )
+
+
+def config_hash(config: Any) -> str:
+    """SHA-256 of what a language model's configuration says of its mathematics."""
+    return _digest({name: getattr(config, name) for name in _HASHED if hasattr(config, name)})
 
 
 def rotary(model: PreTrainedModel) -> tuple[Rope, Tensor]:

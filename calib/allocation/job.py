@@ -1,0 +1,143 @@
+"""The offline job with a budget: measures once, then solves; with the table of an earlier run, without the model."""
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from artifacts import Bundle, load
+from calib.allocation.budget import Budget
+from calib.allocation.candidates import Candidates
+from calib.allocation.damage import measure
+from calib.allocation.table import RECORD, Table, TableError, fitted
+from calib.collect import collect_all
+from calib.config import ConfigError, Settings
+from calib.data import Tokens, text_files
+from calib.devices import place
+from calib.inputs import of_model, versions
+from calib.passes import Work
+from calib.pipeline import (
+    UNSEEN,
+    arrays,
+    calibration_text,
+    check_destination,
+    check_lengths,
+    evaluation_text,
+    finished,
+    heads,
+    known_config,
+    model_dtype,
+    provenance,
+)
+from calib.progress import bars
+from calib.ranks import Ranks
+from calib.store import Store
+from calib.tap import Tap
+from runtime.hf import config_hash, fingerprint, load_causal_lm
+
+_METHOD = ("method", "bits", "outliers", "sinks")  # settings that a budget takes the place of
+
+
+def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
+    """Measures damages or loads their table, solves for the budget, saves the bundle, evaluates it.
+
+    Whatever can be refused is refused before the long work. Of several ranks the first one reads, writes, solves and
+    evaluates; the others return None.
+    """
+    config, placed = settings.config, place(settings.config.device)
+    budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
+    candidates.require_length(budget)
+    ranks = Ranks.join(placed.device)
+    ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
+    _check(settings, candidates, budget)
+    path = settings.table
+    known = ranks.share((path / RECORD).exists() if ranks.first else None)
+    if ranks.first:
+        for named in (None if known else config.data.path, config.eval.path):
+            if named is not None:
+                text_files(Path(named))
+        table = _known(path, candidates, settings) if known else None
+        bundle = table.bundle(budget) if table else None
+        check_destination(Path(config.out))
+        if bundle and config.eval.source == "none":
+            bundle.save(config.out)
+            return load(config.out)
+    if known and (not ranks.first or config.eval.source == "none"):
+        return None
+    dtype = model_dtype(config.model.dtype, placed.device)
+    source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
+    with bars(console) if ranks.first else nullcontext() as progress:
+        text = evaluation_text(settings, source, progress) if ranks.first else None
+        if not known:
+            work = Work(ranks, store, of_model(source[0]), config.checkpoint)
+            tokens = ranks.share(calibration_text(settings, source, work, progress) if ranks.first else None)
+            assert tokens is not None
+            table = tabulate(source[0], settings, candidates, tokens, progress, work)
+            if ranks.first:
+                console.print(Text(f"saved {table.save(path)}"), soft_wrap=True)
+                bundle = table.bundle(budget)
+        if not ranks.first:
+            return None
+        assert bundle is not None
+        bundle.model.require(fingerprint(source[0]))
+        return finished(bundle, settings, source[0], text, console, progress)
+
+
+def tabulate(
+    model: PreTrainedModel,
+    settings: Settings,
+    candidates: Candidates,
+    tokens: Tokens,
+    progress: Progress | None,
+    work: Work,
+) -> Table:
+    """Fits and measures all candidates; every rank of `work` returns the same."""
+    info, start = fingerprint(model), time.monotonic()
+    work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
+    recipes = candidates.recipes(info.l)
+    found = collect_all(Tap(model), tokens.ids, recipes, candidates.method, info.h_kv, info.d, progress, work)
+    bundles = tuple(Bundle("candidates", info, formats, arrays(model, tensors)) for formats, tensors in found)
+    fitting, start = time.monotonic() - start, time.monotonic()
+    windows = max(1, min(tokens.ids.shape[0], settings.config.candidates.tokens // tokens.ids.shape[1]))
+    damages = measure(model, tokens.ids[:windows], candidates, fitted(candidates, bundles), progress, work)
+    origin = provenance(model, settings, tokens, (*UNSEEN, *_METHOD)) | {
+        "candidates": candidates.data,
+        "measured_on": f"{windows} x {tokens.ids.shape[1]} tokens of the calibration text",
+        "seconds": {"fitting": round(fitting, 1), "measuring": round(time.monotonic() - start, 1)},
+    }
+    return Table(candidates, damages, bundles, origin)
+
+
+def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
+    """Raises FormatError or ConfigError for what the options and the model's configuration rule out."""
+    config = settings.config
+    needed = max(filling.t + filling.sinks for filling in candidates.fillings)
+    if config.seqlen < needed:
+        raise ConfigError(
+            f"seqlen={config.seqlen} does not fill a page behind the sinks: set seqlen to at least {needed}"
+        )
+    if config.candidates.tokens < 1:
+        raise ConfigError(f"candidates.tokens={config.candidates.tokens} must be at least 1")
+    model = known_config(settings)
+    if model is None:
+        return
+    candidates.check(*heads(model))
+    budget.allowed(model.num_hidden_layers, *heads(model))
+    check_lengths(settings, model)
+
+
+def _known(path: Path, candidates: Candidates, settings: Settings) -> Table:
+    """The saved table. Raises TableError where it is damaged, of other candidates or of another model."""
+    table, model = Table.load(path, candidates), known_config(settings)
+    if model is not None and config_hash(model) != table.model.config_hash:
+        raise TableError(
+            f"table={path} was measured for {table.model.name}, not for model={settings.config.model.name}: "
+            "name another folder (table=), or that model"
+        )
+    return table
