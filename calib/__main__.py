@@ -49,7 +49,7 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         if settings.config.work is None:
             store = stores.setdefault(settings.work, store)
         if bundle := run(settings, Console(stderr=True), store):
-            Console().print(summary(bundle, Path(settings.config.out), settings.config.seqlen))
+            Console().print(summary(bundle, Path(settings.config.out), settings.counted_at))
 
 
 def _run(stores: dict[Path, Any]) -> None:

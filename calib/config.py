@@ -190,6 +190,13 @@ class Settings:
         return Path(c.out).parent / f"{c.model.name}-{c.candidates.name}.table" if c.table is None else Path(c.table)
 
     @property
+    def counted_at(self) -> int:
+        """Tokens at which a run states bits: the budget's length, or the windows'."""
+        from calib.allocation.budget import Budget
+
+        return Budget.parse(self.config.budget).length if self.config.budget else self.config.seqlen
+
+    @property
     def resolved(self) -> dict[str, Any]:
         """Plain data of the whole configuration, for provenance."""
         return asdict(self.config)
@@ -214,7 +221,7 @@ class Settings:
         _check_text(c.eval, "eval", SOURCES)
         if c.eval.source != "none":
             self._validate_eval()
-        for override in (None, *self._overrides()):
+        for override in (None, *self._overrides()) if c.budget is None else ():  # a budget takes the method's place
             self._check_pages(self._recipe([override] if override else []).formats)
 
     def _validate_eval(self) -> None:
