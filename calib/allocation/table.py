@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load as read_tensors
 from safetensors.numpy import save as dump_tensors
@@ -57,26 +58,30 @@ class Table:
 
         Raises ConfigError for a budget that lacks a length or that fp16 would fit, BudgetError where nothing fits.
         """
-        choice, candidates = self.choose(budget), self.candidates
-        layers, tensors = [], {"rope.inv_freq": self.bundles[0].tensors["rope.inv_freq"]}
-        for layer in range(self.model.l):
-            formats = {}
-            for index, side in enumerate(SIDES):
-                variant, filling = divmod(int(choice.candidates[2 * layer + index]), len(candidates.fillings))
-                name = candidates.names(side)[variant]
-                formats[side] = candidates.format(side, name, candidates.fillings[filling])
-                prefix, source = f"layers.{layer}.{side}.", self.fitted(side, name)
-                tensors |= {n: t for n, t in source.tensors.items() if n.startswith(prefix)}
-            layers.append(LayerFormat(**formats))
+        choice = self.choose(budget)
         allocation = {
             "budget": budget.text,
             "bytes": choice.size,
             "tokens": budget.length,
             "predicted_kl": choice.damage,
-            "candidates": candidates.config.name,
+            "candidates": self.candidates.config.name,
         }
-        recipe = f"auto-{budget.text}"
-        return Bundle(recipe, self.model, tuple(layers), tensors, {**self.provenance, "allocation": allocation})
+        return self.mixture(choice.candidates, {"allocation": allocation}, f"auto-{budget.text}")
+
+    def mixture(self, chosen: NDArray[np.int64], provenance: Mapping[str, Any], recipe: str) -> Bundle:
+        """The bundle of these candidates, int64 [2 l] as `choose` numbers them, keys and values in turn."""
+        candidates = self.candidates
+        layers, tensors = [], {"rope.inv_freq": self.bundles[0].tensors["rope.inv_freq"]}
+        for layer in range(self.model.l):
+            formats = {}
+            for index, side in enumerate(SIDES):
+                variant, filling = divmod(int(chosen[2 * layer + index]), len(candidates.fillings))
+                name = candidates.names(side)[variant]
+                formats[side] = candidates.format(side, name, candidates.fillings[filling])
+                prefix, source = f"layers.{layer}.{side}.", self.fitted(side, name)
+                tensors |= {n: t for n, t in source.tensors.items() if n.startswith(prefix)}
+            layers.append(LayerFormat(**formats))
+        return Bundle(recipe, self.model, tuple(layers), tensors, {**self.provenance, **provenance})
 
     def choose(self, budget: Budget) -> Choice:
         """The candidate of every side: variant times the number of fillings, plus the filling. Raises as `bundle`."""
