@@ -107,17 +107,17 @@ class SideFits:
 def collect(
     tap: Tap,
     ids: Tensor,
-    recipes: Sequence[LayerRecipe],
+    recipes: Sequence[LayerRecipe | None],
     method: MethodConfig,
     h_kv: int,
     d: int,
     progress: Progress | None = None,
     work: Work = ALONE,
-) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+) -> tuple[tuple[LayerFormat | None, ...], dict[str, Tensor]]:
     """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
     ids int64 [samples, seqlen], the same on every rank; without samples only what needs no observation can be fitted.
-    Returns the formats of all layers and tensors by bundle name. Passes without gradients come first, so that at most
+    Returns the formats of all layers (None where the recipe is) and tensors by bundle name. Passes without gradients come first, so that at most
     one pass pays for gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by
     them. Every rank of `work` gets the same result, bit for bit, however many there are.
     Raises SignpostError where the samples are shorter than one page behind the sinks, FormatError where a format does
@@ -135,10 +135,12 @@ def collect(
         if not titles:
             break
         run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", work, progress)
-    return _chosen([key.side for key, _ in layers], [value.side for _, value in layers])
+    found, tensors = _chosen([[observer.side for observer in pair] for pair in layers if pair])
+    formats = iter(found)
+    return tuple(next(formats) if pair else None for pair in layers), tensors
 
 
-def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int) -> bool:
+def observes(recipes: Sequence[LayerRecipe | None], method: MethodConfig, h_kv: int, d: int) -> bool:
     """Whether anything has to be observed for these recipes: the bundles of tuning-free formats need no text."""
     sides = [side for layer in _sides(recipes, method, h_kv, d, 1, MANY) for side in layer]
     for side in sides:
@@ -146,10 +148,11 @@ def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d:
     return any(side.fit for side in sides)
 
 
-def _chosen(keys: Sequence[Side], values: Sequence[Side]) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
-    """Formats with every number that was left open, and the tensors that they declare."""
+def _chosen(pairs: Sequence[Sequence[Side]]) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+    """Formats with every number that was left open, and the tensors that they declare, of keys and values by layer."""
+    keys, values = ([pair[side] for pair in pairs] for side in range(2))
     for choose in CHOSEN:
-        keys, values = choose(keys), choose(values)
+        keys, values = list(choose(keys)), list(choose(values))
     formats = tuple(LayerFormat(key.format, value.format) for key, value in zip(keys, values, strict=True))
     tensors = {
         f"{side.name}.{name}": side.tables[name]
@@ -161,9 +164,9 @@ def _chosen(keys: Sequence[Side], values: Sequence[Side]) -> tuple[tuple[LayerFo
 
 
 def _sides(
-    recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int, samples: int, seqlen: int
-) -> list[tuple[SideFits, SideFits]]:
-    """Keys and values of every layer with nothing fitted yet.
+    recipes: Sequence[LayerRecipe | None], method: MethodConfig, h_kv: int, d: int, samples: int, seqlen: int
+) -> list[Sequence[SideFits]]:
+    """Keys and values of every layer with nothing fitted yet; nothing for layers in full precision.
 
     Raises SignpostError for samples without a page, FormatError where a format does not fit the model.
     """
@@ -181,7 +184,10 @@ def _sides(
         known = Side(f"layers.{layer}.{name}", fmt, shape, tokens, method, {}, getattr(recipe, name))
         return SideFits(known, name == "key")
 
-    return [(side(layer, "key", recipe), side(layer, "value", recipe)) for layer, recipe in enumerate(recipes)]
+    return [
+        (side(layer, "key", recipe), side(layer, "value", recipe)) if recipe else ()
+        for layer, recipe in enumerate(recipes)
+    ]
 
 
 def _digest(tables: dict[str, Tensor]) -> str:

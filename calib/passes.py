@@ -51,7 +51,7 @@ class Observer(Protocol):
     def finish(self, found: Tensors) -> None: ...
 
 
-Layer = tuple[Observer, Observer]
+Layer = Sequence[Observer]  # keys and values; nothing where the layer stays in full precision
 
 
 def run_pass(tap: Tap, ids: Tensor, layers: Sequence[Layer], title: str, work: Work, progress: Progress | None) -> None:

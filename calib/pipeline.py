@@ -31,7 +31,15 @@ from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import fingerprint, load_causal_lm, model_path, rotary
+from runtime.hf import (
+    fingerprint,
+    kv_heads,
+    load_causal_lm,
+    model_path,
+    require_one_rope,
+    rotary,
+    sliding_windows,
+)
 
 LONG = 131072  # tokens of a long context
 UNSEEN = ("out", "eval", "work", "checkpoint")  # settings that leave a bundle's tensors as they are
@@ -88,7 +96,7 @@ Source = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def _tokens(settings: Settings, source: Source, work: Work, progress: Progress | None) -> Tokens:
     """What to calibrate on; nothing where the formats fit nothing, because generating text takes a while."""
     config, info = settings.config, fingerprint(source[0])
-    if not observes(settings.recipes(info.l), config.method, info.h_kv, info.d):
+    if not observes(settings.recipes(info.l, info.sliding), config.method, info.h_kv, info.d):
         return Tokens(torch.empty(0, config.seqlen, dtype=torch.int64), "none needed")
     wanted = (config.samples, config.seqlen, config.seed)
     if config.data.source != "generated" or work.store is None:
@@ -135,10 +143,9 @@ def _check_model(settings: Settings) -> None:
         ).get_text_config()
     except (OSError, ValueError, KeyError):
         return  # loading the model says what is wrong
-    h_kv = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    d = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    for layer in settings.formats(model.num_hidden_layers):
-        for side in SIDES:
+    h_kv, d = kv_heads(model), getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    for layer in settings.formats(model.num_hidden_layers, sliding_windows(model)):
+        for side in SIDES if layer else ():
             try:
                 PageGeometry.of(getattr(layer, side), h_kv, d, side)
             except FormatError as error:
@@ -153,9 +160,13 @@ def _check_model(settings: Settings) -> None:
 def calibrate(
     model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None, work: Work = ALONE
 ) -> Bundle:
-    """The bundle for `model`, without evaluation; every rank of `work` returns the same."""
+    """The bundle for `model`, without evaluation; every rank of `work` returns the same.
+
+    Raises UnsupportedModelError and what `collect` raises.
+    """
     config, info = settings.config, fingerprint(model)
-    recipes = settings.recipes(info.l)
+    recipes = settings.recipes(info.l, info.sliding)
+    require_one_rope(model, settings.formats(info.l, info.sliding))
     work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
     formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress, work)
     arrays = {name: t.cpu().contiguous().numpy() for name, t in tensors.items()}

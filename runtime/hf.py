@@ -45,6 +45,8 @@ __all__ = [
     "kv_heads",
     "load_causal_lm",
     "require_fit",
+    "require_keys_and_values",
+    "require_one_rope",
     "rotary",
     "rotary_by_layer",
     "sliding_windows",
@@ -478,12 +480,17 @@ def _rotates_alike(model: PreTrainedModel, embedding: Any, layer_type: str, rope
     return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-4 * rope.scaling)
 
 
+def require_keys_and_values(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for a model that caches something else."""
+    if getattr(text_config(model), "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caches a latent vector (MLA), not keys and values: there is nothing to compress"
+        )
+
+
 def _require_supported(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{name} caches a latent vector (MLA), not keys and values: there is nothing to compress"
-        )
+    require_keys_and_values(model)
     if not all(getattr(config, "no_rope_layers", None) or [True]):
         raise UnsupportedModelError(f"{name} has layers without rotary embedding: all layers must have it")
     if not getattr(model, "_supports_attention_backend", False):
