@@ -26,6 +26,7 @@ from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_
 from calib.devices import place
 from calib.evaluate import evaluate
 from calib.inputs import of_model, versions
+from calib.memory import within_memory
 from calib.passes import ALONE, Work
 from calib.progress import bars
 from calib.ranks import Ranks
@@ -62,7 +63,10 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     if ranks.first:  # last: it makes the folder above the bundle
         _check_destination(Path(config.out))
     dtype = _dtype(config.model.dtype, placed.device)
-    source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
+    with within_memory(
+        "while loading the model", "set device=split to spread it over all GPUs, or model.dtype=bfloat16"
+    ):
+        source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
     with bars(console) if ranks.first else nullcontext() as progress:  # not before: loading has bars of its own
         work = Work(ranks, store, of_model(source[0]), config.checkpoint)
         text = _evaluation_text(settings, source, progress) if ranks.first else None
@@ -85,7 +89,10 @@ def _finished(
     bundle = load(path)
     if text is not None:
         console.print(Text(f"saved {path}"), soft_wrap=True)
-        bundle = bundle.with_evaluation(evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress))
+        n = settings.eval_seqlen
+        with within_memory(f"in a window of eval.seqlen={n} tokens", f"set eval.seqlen={n // 2}; {path} is calibrated"):
+            result = evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress)
+        bundle = bundle.with_evaluation(result)
         bundle.save(path)
     return bundle
 

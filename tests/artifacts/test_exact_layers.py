@@ -46,7 +46,11 @@ def test_no_layer_with_a_format(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("sliding", [512, 0], r"sliding has 2 windows, the least 0: one for each of the 4 layers, 0 where a layer sees"),
+        (
+            "sliding",
+            [512, 0],
+            r"sliding has 2 windows, the least 0: one for each of the 4 layers, 0 where a layer sees",
+        ),
         ("sliding", [512, 0, 0, -1], r"sliding has 4 windows, the least -1"),
         ("sliding", 512, r"model.sliding=512 must be a list"),
         ("sliding", [512, 0, 0, True], r"model.sliding\[3\]=True must be of type int"),

@@ -1,6 +1,7 @@
 """`python -m calib` from end to end, on a random model of two layers and on the embedded one."""
 
 import json
+import re
 from importlib.metadata import version
 
 import numpy as np
@@ -130,6 +131,27 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
     assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("pipeline.load_causal_lm", "while loading the model: set device=split .* or model.dtype=bfloat16"),
+        ("pipeline.evaluate", r"in a window of eval.seqlen=80 tokens: set eval.seqlen=40; .*bundle is calibrated"),
+        ("data.generate", "while the model wrote 80 tokens 2 times at once: set seqlen=40, or let the text come from"),
+    ],
+)
+def test_out_of_memory_says_what_to_lower(calib, local, tmp_path, monkeypatch, where, message):
+    """Collecting does as well: see test_resume.py."""
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(f"calib.{where}", full)
+    more = ("data=generated", "data.path=null") if where == "data.generate" else ()
+    done = calib(*local, *more, f"out={tmp_path / 'bundle'}")
+    assert done.code == 2
+    assert re.search("error: out of GPU memory " + message, done.err.splitlines()[-1])
 
 
 def test_an_error_before_the_end_leaves_the_old_bundle(calib, local, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_yarn_gradients_take_the_transposed_rotation(tiny_model):
         after = a.rotated_key_gradient.transpose(0, 1)
         inverse = t.rotations[a.layer].unrotate(after, positions).transpose(0, 1)
         assert torch.equal(a.key_gradient, t.rotations[a.layer].pull_back(after, positions).transpose(0, 1))
-        assert torch.allclose(a.key_gradient, inverse * t.rotations[0].rope.scaling**2, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(a.key_gradient, inverse * t.rotations[0].rope.scaling ** 2, rtol=1e-5, atol=1e-7)
 
 
 def test_samples_do_not_touch_each_other(tiny_model):

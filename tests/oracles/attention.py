@@ -7,9 +7,7 @@ Array = NDArray[np.float64]
 U = 2.0**-24  # unit roundoff of float32
 
 
-def attention(
-    q: Array, k: Array, v: Array, scaling: float, window: int = 0, softcap: float | None = None
-) -> Array:
+def attention(q: Array, k: Array, v: Array, scaling: float, window: int = 0, softcap: float | None = None) -> Array:
     """q `[h_q, m, d]` are the queries of the last m of n tokens, k and v `[h_kv, n, d]` -> `[h_q, m, d]`.
 
     window: a query sees the newest so many tokens, itself included (0: all); softcap: Gemma 2, equation of section 2.
@@ -43,9 +41,7 @@ def float32_bound(
     return (relative + n * U) * (weights @ np.abs(values)) + weights @ _spread(value_error, q)
 
 
-def _weights(
-    q: Array, k: Array, scaling: float, window: int = 0, softcap: float | None = None
-) -> tuple[Array, Array]:
+def _weights(q: Array, k: Array, scaling: float, window: int = 0, softcap: float | None = None) -> tuple[Array, Array]:
     scores = q.astype(np.float64) @ _spread(k, q).transpose(0, 2, 1) * scaling
     if softcap:
         scores = softcap * np.tanh(scores / softcap)

@@ -181,7 +181,10 @@ LACKING = {
     "softcap": (bundle([kvquant(3)], softcap=50.0), r"attention logits capped at softcap=50.0 yet"),
     "window": (bundle([kvquant(3)] * 2, (4096, 0)), r"sliding windows of 4096 tokens yet"),
     "format": (bundle([kvquant(3), None]), r"layers in full precision yet"),
-    "all": (bundle([kvquant(3), None], (0, 20), 9.0), r"softcap=9.0 and sliding windows of 20 tokens and layers in full"),
+    "all": (
+        bundle([kvquant(3), None], (0, 20), 9.0),
+        r"softcap=9.0 and sliding windows of 20 tokens and layers in full",
+    ),
 }
 
 

@@ -113,7 +113,9 @@ def test_a_layer_that_does_otherwise_than_its_configuration_says(monkeypatch):
     model = tiny(CONFIGS["gemma2-capped"])
     cache = cache_for(model)
     monkeypatch.setattr(model.model.layers[1].self_attn, "attn_logit_softcapping", 7.0)
-    message = "attention of layer 1 with dropout=0.0, softcap=7.0, sliding_window=None, no sink logits is not supported: "
+    message = (
+        "attention of layer 1 with dropout=0.0, softcap=7.0, sliding_window=None, no sink logits is not supported: "
+    )
     with pytest.raises(UnsupportedModelError, match=message + r".* softcap=3.0 and a window of all tokens"):
         run(model, IDS, cache)
 
@@ -175,10 +177,19 @@ UNSUPPORTED = {
         LlamaConfig(**SIZE, rope_parameters=DYNAMIC),
         "RoPE of type 'dynamic' changes its frequencies with the length; supported are default, linear, llama3, yarn",
     ),
-    "chunks": (CHUNKS, "qwen2 has layers of kind chunked_attention: supported are full_attention and sliding_attention"),
-    "mla 2": (DeepseekV2Config(**SIZE, **LATENT), r"DeepseekV2ForCausalLM caches a latent vector \(MLA\), not keys and"),
+    "chunks": (
+        CHUNKS,
+        "qwen2 has layers of kind chunked_attention: supported are full_attention and sliding_attention",
+    ),
+    "mla 2": (
+        DeepseekV2Config(**SIZE, **LATENT),
+        r"DeepseekV2ForCausalLM caches a latent vector \(MLA\), not keys and",
+    ),
     "mla 3": (MLA, r"DeepseekV3ForCausalLM caches a latent vector \(MLA\), not keys and"),
-    "no interface": (FALCON["falcon-grouped"], "FalconForCausalLM does not take an attention function from transformers' Attention"),
+    "no interface": (
+        FALCON["falcon-grouped"],
+        "FalconForCausalLM does not take an attention function from transformers' Attention",
+    ),
 }
 
 
@@ -288,7 +299,8 @@ def test_gradients(model):
 def test_dropout():
     model = tiny(LlamaConfig(**SIZE, attention_dropout=0.1)).train()
     with pytest.raises(
-        UnsupportedModelError, match=r"attention of layer 0 with dropout=0.1, softcap=None, sliding_window=None, no sink"
+        UnsupportedModelError,
+        match=r"attention of layer 0 with dropout=0.1, softcap=None, sliding_window=None, no sink",
     ):
         run(model, IDS, cache_for(model))
 
