@@ -43,7 +43,7 @@ class ModelFingerprint:
 
     config_hash   SHA-256 of the model's configuration without fields that do not change its mathematics
     weights_hash  SHA-256 over the names and shapes of all parameters: the index of the weights, not their values
-    sliding       by layer, how many of the newest tokens a query sees, itself included; 0: all. Empty: all layers see all
+    sliding       by layer, how many of the newest tokens a query sees, itself included; 0: all. Empty: 0 everywhere
     softcap       attention logits x become softcap * tanh(x / softcap); None: they stay as they are
     """
 

@@ -20,8 +20,8 @@ def summarize(bundle: Bundle) -> dict[str, Any]:
     """Model, formats by layers, sizes, tensors, provenance and evaluation, as plain JSON data.
 
     Sizes: `bits` per cached number with everything counted (`CacheGeometry.bits`), `bytes` of the cache of one
-    sequence, `page_bits` per number inside pages, `bytes_per_token` that the cache grows by, all layers. A layer in full
-    precision has `format` None.
+    sequence, `page_bits` per number inside pages, `bytes_per_token` that the cache grows by, all layers. A layer in
+    full precision has `format` None.
     """
     geometry, groups = bundle.geometry, layer_groups(bundle)
     return {

@@ -117,9 +117,9 @@ def collect(
     """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
     ids int64 [samples, seqlen], the same on every rank; without samples only what needs no observation can be fitted.
-    Returns the formats of all layers (None where the recipe is) and tensors by bundle name. Passes without gradients come first, so that at most
-    one pass pays for gradients, and one more where ranks are chosen by gradients behind signposts that are fitted by
-    them. Every rank of `work` gets the same result, bit for bit, however many there are.
+    Returns the formats of all layers (None where the recipe is) and tensors by bundle name. Passes without gradients
+    come first, so that at most one pass pays for gradients, and one more where ranks are chosen by gradients behind
+    signposts that are fitted by them. Every rank of `work` gets the same result, bit for bit, however many there are.
     Raises SignpostError where the samples are shorter than one page behind the sinks, FormatError where a format does
     not fit the model, and what `Tap.run` and the fits raise.
     """

@@ -246,7 +246,7 @@ def _attention(
         raise UnsupportedModelError(
             f"attention of layer {layer} with dropout={dropout}, softcap={softcap}, sliding_window={sliding_window}, "
             f"{'learned' if s_aux is not None else 'no'} sink logits is not supported: its configuration says "
-            f"softcap={cache.softcap} and a window of {cache.window(layer) or 'all'} tokens, and no more can be done yet"
+            f"softcap={cache.softcap} and a window of {cache.window(layer) or 'all'} tokens; no more can be done"
         )
     if query.requires_grad:
         raise RuntimeError("a compressed cache is for inference: call the model under torch.no_grad()")
@@ -416,8 +416,8 @@ def require_one_rope(model: PreTrainedModel, layers: Sequence[LayerFormat | None
     for layer, (formats, (its, own)) in enumerate(zip(layers, rotary_by_layer(model), strict=True)):
         if formats and formats.key.domain == "pre_rope" and not (its == rope and torch.equal(own, frequencies)):
             raise UnsupportedModelError(
-                f"layer {layer} of {type(model).__name__} has a rotary embedding of its own, and a bundle holds one: keep "
-                f"it in full precision (method.layers={{{layer}: null}}) or pack its keys with domain=post_rope"
+                f"layer {layer} of {type(model).__name__} has a rotary embedding of its own, and a bundle holds one: "
+                f"keep it in full precision (method.layers={{{layer}: null}}) or pack its keys with domain=post_rope"
             )
 
 

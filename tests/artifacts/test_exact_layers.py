@@ -120,7 +120,8 @@ def test_verified(tmp_path):
 def test_differences():
     mixed = mixed_bundle()
     layers = (None, None, None, None)
-    less = Bundle(mixed.recipe, replace(mixed.model, softcap=None), layers, {"rope.inv_freq": mixed.tensors["rope.inv_freq"]},
+    tensors = {"rope.inv_freq": mixed.tensors["rope.inv_freq"]}
+    less = Bundle(mixed.recipe, replace(mixed.model, softcap=None), layers, tensors,
                   mixed.calibration, mixed.evaluation)  # fmt: skip
     assert field_changes(mixed, less) == [
         FieldChange("model.softcap", 50.0, "absent"),

@@ -156,7 +156,7 @@ BAD = {
     "method.bins=100": "method.bins=100: at least 256",
     "method.layers.5.key.dense.bits=2": "method.layers.5: the model has layers 0 to 4",
     "method.layers.0.key.dense.bits=5": "method.layers.0.key.dense: bits=5 is not supported",
-    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0, ranges such as 0-3, first_half, second_half or sliding",
+    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0, .* first_half, second_half or sliding",
     "method.layers={3-1:{key:{t:64}}}": "method.layers.3-1: layers are numbers from 0, ranges",
     "method.layers={0-x:{key:{t:64}}}": "method.layers.0-x: layers are numbers from 0, ranges",
     "method.layers={3-5:{key:{t:32}}}": "method.layers.3-5: the model has layers 0 to 4",

@@ -14,7 +14,9 @@ from tests.oracles.fisher import whole_model
 from tests.runtime.tiny_models import CONFIGS, FALCON, MLA, tiny
 
 N = 48  # more than the windows of those that slide
-SLIDING = {"mistral-sliding": (20, 20), "gemma2-capped": (20, 0), "gemma3-two-ropes": (20, 0)}
+SLIDING = {"mistral-sliding": (20, 20), "gemma2-capped": (20, 0), "gemma3-two-ropes": (20, 0)} | {
+    "gemma3-with-images": (20, 0)
+}
 
 
 def tokens(n, seed=0, rows=1):
@@ -30,7 +32,7 @@ def test_keys_values_and_gradients_are_those_of_the_whole_model(family):
     """
     model, ids = tiny({**CONFIGS, **FALCON}[family], dtype=torch.float64), tokens(N)[0]
     oracle = whole_model(model, ids)
-    h_kv = kv_heads(model.config)
+    h_kv = kv_heads(model.config.get_text_config())
     for a in Tap(model).run(ids, gradients=True):
         keys, values, key_gradients, value_gradients = (x[a.layer][0].transpose(0, 1).detach() for x in oracle)
         turning, copies = keys.shape[-1], keys.shape[1] // h_kv

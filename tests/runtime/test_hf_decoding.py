@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from runtime.codec import Codec
-from runtime.hf import SignpostCache, sliding_windows
+from runtime.hf import SignpostCache, sliding_windows, text_config
 from runtime.rope import Rotation
 from tests.formats import exact_window, kivi, kvquant
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
@@ -109,7 +109,7 @@ def chat(model, cache):
     Not where layers slide: transformers counts that padding as a part of the window (its flash attention does not).
     """
     lengths_of_turns = ((1, (30, 4)), (2, (1, 12)), (3, None))
-    if sliding_windows(model.config):
+    if sliding_windows(text_config(model)):
         lengths_of_turns = ((1, (30, 30)), (2, (12, 12)), (3, None))
     ids, cache.mask = batch(20, 45)
     for seed, lengths in lengths_of_turns:
