@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
@@ -127,20 +128,29 @@ class LayerCache(CacheLayer):
         return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, rows @ k.transpose(1, 2)], -1)
 
     def _paged_scores(self, i: int, rows: Tensor) -> Tensor:
-        pages = self.key.pages_of(i)
+        """Zeros for pages that nobody sees: their tokens are masked."""
+        pages, unseen, t = self.key.pages_of(i), self._unseen(i, self.key), self.key.format.t
         if not pages.numel():
             return rows.new_empty(*rows.shape[:2], 0)
-        position = self.offsets[i] + self.key.format.window.sinks
-        return self.key.reader.scores(rows, pages, self.rotation, position)
+        position = self.offsets[i] + self.key.format.window.sinks + unseen * t
+        seen = pages[unseen:]
+        scores = self.key.reader.scores(rows, seen, self.rotation, position) if seen.numel() else rows[..., :0]
+        return F.pad(scores, (unseen * t, 0))
+
+    def _unseen(self, i: int, side: Side) -> int:
+        """Pages of a sequence that are wholly behind the window of whatever comes next."""
+        behind = self.lengths[i] - self.window + 1 - side.format.window.sinks
+        return min(max(0, behind) // side.format.t, side.used[i]) if self.window else 0
 
     def _values(self, i: int, weights: Tensor, v: Tensor) -> Tensor:
         """Weighted sum float32 [h_kv, g * m, d] of all cached and the new values."""
         sinks, newest = (x.float().transpose(0, 1) for x in self.value.exact(i, self.lengths[i]))
-        pages, t = self.value.pages_of(i), self.value.format.t
-        sizes = [sinks.shape[1], pages.numel() * t, newest.shape[1], v.shape[1]]
-        to_sinks, to_pages, to_newest, to_fresh = weights.split(sizes, -1)
+        pages, unseen, t = self.value.pages_of(i), self._unseen(i, self.value), self.value.format.t
+        sizes = [sinks.shape[1], unseen * t, (pages.numel() - unseen) * t, newest.shape[1], v.shape[1]]
+        to_sinks, _, to_pages, to_newest, to_fresh = weights.split(sizes, -1)
         out = to_sinks @ sinks + to_newest @ newest + to_fresh @ v
-        return out + self.value.reader.weighted_sum(to_pages, pages) if pages.numel() else out
+        seen = pages[unseen:]
+        return out + self.value.reader.weighted_sum(to_pages, seen) if seen.numel() else out
 
     def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """The same by decoding all pages first: for many queries at once."""

@@ -8,6 +8,7 @@ import torch
 
 from artifacts import ModelFingerprint, Rope, UnsupportedModelError
 from runtime import CacheFullError, Engine, KVCache
+from runtime.cpu import PageReader
 from runtime.exact import causal_attention, visible
 from runtime.hf_decoder import HFDecoder
 from runtime.units import require_kernels, units
@@ -83,6 +84,30 @@ def test_pages_behind_the_window_are_not_seen(formats, passes):
     whole = KVCache(bundle([formats]), 1)
     assert not torch.allclose(outs[0], outputs(whole, passes)[0][0].transpose(0, 1)[30 + WINDOW :], atol=1e-3)
     assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("formats", [kvquant(3, t=32), kivi(2, t=32, recent=5, sinks=2)], ids=["kvquant", "kivi"])
+def test_pages_wholly_behind_the_window_are_skipped(formats, monkeypatch):
+    """And the others give what decoding all pages and masking gives."""
+    kv = KVCache(bundle([formats], (WINDOW,), SOFTCAP), 1)
+    outputs(kv, (170,))
+    read = []
+    for name in ("scores", "weighted_sum"):
+        real = getattr(PageReader, name)
+
+        def counted(reader, x, *args, real=real, name=name):
+            read.append((name, (args[0] if name == "scores" else args[-1]).numel()))
+            return real(reader, x, *args)
+
+        monkeypatch.setattr(PageReader, name, counted)
+    step = tokens(3, 9)
+    whole = copy.deepcopy(kv).layers[0]
+    dense = whole._attend_dense(0, *(x[0] for x in step), D**-0.5)
+    found = attend(kv, *step)[0, 0].transpose(0, 1)
+    sinks, packed = formats.sinks, kv.paged[0].key.used[0]
+    assert packed == (170 - sinks - formats.key.window.recent) // 32
+    assert read == [(name, packed - (170 - WINDOW + 1 - sinks) // 32) for name in ("scores", "weighted_sum")]
+    assert (found - dense).abs().max() <= 1e-5 * dense.abs().max()
 
 
 @pytest.mark.parametrize("reserve", [None, 10, 300])
