@@ -37,6 +37,7 @@ from runtime.hf import (
     kv_heads,
     load_causal_lm,
     model_path,
+    require_keys_and_values,
     require_one_rope,
     rotary,
     sliding_windows,
@@ -142,7 +143,8 @@ def _check_destination(out: Path) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises FormatError or ConfigError for what the model's configuration rules out, before gigabytes are read."""
+    """Raises UnsupportedModelError, FormatError or ConfigError for what the model's configuration rules out, before
+    gigabytes are read."""
     config = settings.config
     try:
         model = AutoConfig.from_pretrained(
@@ -150,6 +152,7 @@ def _check_model(settings: Settings) -> None:
         ).get_text_config()
     except (OSError, ValueError, KeyError):
         return  # loading the model says what is wrong
+    require_keys_and_values(model)
     h_kv, d = kv_heads(model), getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     for layer in settings.formats(model.num_hidden_layers, sliding_windows(model)):
         for side in SIDES if layer else ():

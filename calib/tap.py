@@ -86,7 +86,7 @@ class Tap:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        require_keys_and_values(model)
+        require_keys_and_values(text_config(model))
         by_layer = rotary_by_layer(model)
         distinct = {id(frequencies): Rotation(rope, frequencies, model.device) for rope, frequencies in by_layer}
         self.rotations = [distinct[id(frequencies)] for _, frequencies in by_layer]

@@ -34,6 +34,8 @@ from artifacts import Bundle, LayerFormat, ModelFingerprint, Rope
 from artifacts.errors import SignpostError, UnsupportedModelError
 from runtime.cache import KVCache
 from runtime.rope import Rotation
+from runtime.side import has_kernels
+from runtime.units import require_kernels
 
 __all__ = [
     "AttendingCache",
@@ -59,7 +61,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequenc
 _HASHED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "rope_parameters",
+    "tie_word_embeddings", "rope_parameters", "query_pre_attn_scalar", "clip_qkv", "final_logit_softcapping",
+    "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
 
 _active: ContextVar["AttendingCache | None"] = ContextVar("signpost_active_cache", default=None)
@@ -132,11 +135,13 @@ class SignpostCache(AttendingCache):
     model       any supported decoder (`fingerprint` says); its batches may be padded on the left
     bundle      calibrated for this model, else BundleMismatchError
     max_tokens  tokens to reserve per sequence (None: grow by doubling), as in `runtime.cache.KVCache`
-    Raises UnsupportedModelError for models that cannot be compressed.
+    Raises UnsupportedModelError for models that cannot be compressed, or not on the device where this one is.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
         require_fit(model, bundle)
+        if has_kernels(model.device):
+            require_kernels(bundle)
         super().__init__(model)
         self.bundle, self.max_tokens = bundle, max_tokens
         self.kv: KVCache | None = None  # made at the first call, which tells batch, dtype and device
@@ -480,17 +485,17 @@ def _rotates_alike(model: PreTrainedModel, embedding: Any, layer_type: str, rope
     return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-4 * rope.scaling)
 
 
-def require_keys_and_values(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for a model that caches something else."""
-    if getattr(text_config(model), "kv_lora_rank", None):
+def require_keys_and_values(config: Any) -> None:
+    """Raises UnsupportedModelError for the configuration of a model that caches something else."""
+    if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
-            f"{type(model).__name__} caches a latent vector (MLA), not keys and values: there is nothing to compress"
+            f"{config.model_type} caches a latent vector (MLA), not keys and values: there is nothing to compress"
         )
 
 
 def _require_supported(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
-    require_keys_and_values(model)
+    require_keys_and_values(config)
     if not all(getattr(config, "no_rope_layers", None) or [True]):
         raise UnsupportedModelError(f"{name} has layers without rotary embedding: all layers must have it")
     if not getattr(model, "_supports_attention_backend", False):

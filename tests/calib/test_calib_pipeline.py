@@ -14,6 +14,7 @@ from calib.__main__ import CONF
 from calib.data import calibration_tokens
 from calib.progress import track
 from runtime.hf import ModelLoadError, SignpostCache, fingerprint, load_causal_lm
+from tests.runtime.tiny_models import MLA
 
 SHORT = ("samples=2", "seqlen=80", "eval.tokens=160", "eval.cache_tokens=70", "device=cpu")
 
@@ -131,6 +132,33 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
     assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
+
+
+def test_a_model_that_slides_in_some_layers(tiny_model, tokenizer, calib, tmp_path):
+    """Gemma 2: the first of two layers is in full precision, unless it is asked for; the summary counts it."""
+    tiny_model("gemma2", torch.float32, sliding_window=40).save_pretrained(tmp_path / "gemma")
+    tokenizer.save_pretrained(tmp_path / "gemma")
+    options = ("model=local", f"model.path={tmp_path / 'gemma'}", "method.bins=512", *SHORT)
+    done = calib(*options, f"out={tmp_path / 'bundle'}")
+    assert done.code == 0, done.err
+    bundle = load(tmp_path / "bundle")
+    assert (bundle.layers[0], bundle.model.sliding, bundle.model.softcap) == (None, (40, 0), 50.0)
+    assert bundle.evaluation["bits"] == bundle.geometry.bits(80) > 8
+    assert bundle.evaluation["cache_check"]["largest_logit_difference"] < 1e-2
+    assert f"{bundle.geometry.bits(131072):.3f} at 131072" in done.out
+    done = calib(*options, "eval=none", "method.layers={sliding: {}}", f"out={tmp_path / 'all'}")
+    assert done.code == 0, done.err
+    assert None not in load(tmp_path / "all").layers
+
+
+def test_latent_attention_is_refused_before_anything_is_loaded(calib, tmp_path, monkeypatch):
+    MLA.save_pretrained(tmp_path / "deepseek")
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    done = calib("model=local", f"model.path={tmp_path / 'deepseek'}", *SHORT, f"out={tmp_path / 'bundle'}")
+    assert done.code == 2
+    assert done.err.strip() == (
+        "error: deepseek_v3 caches a latent vector (MLA), not keys and values: there is nothing to compress"
+    )
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_sequences_come_go_and_fork():
             assert torch.equal(attend(kv, *tokens(m, step), sequences=[i]), attend(one, *tokens(m, step)))
 
 
-@pytest.mark.parametrize("family", ["mistral-sliding", "gemma2-capped", "gemma3-two-ropes"])
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma2-capped", "gemma3-two-ropes", "gemma3-with-images"])
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_the_engine_serves_them(family, chunk):
     """Its tokens are those of generate() on the model's own cache, nothing being packed."""

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     CohereConfig,
     DeepseekV2Config,
+    Gemma3TextConfig,
     GlmConfig,
     GPT2Config,
     LlamaConfig,
@@ -22,7 +23,7 @@ from artifacts import BundleMismatchError, Rope, SignpostError
 from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint, rotary, rotary_by_layer
 from runtime.hf_decoder import HFDecoder
 from tests.formats import kivi, kvquant, random_bundle
-from tests.runtime.tiny_models import CONFIGS, FALCON, LLAMA3, MLA, SIZE, YARN, bundle_for, tiny
+from tests.runtime.tiny_models import CONFIGS, FALCON, LLAMA3, LOCAL, MLA, SIZE, YARN, bundle_for, tiny
 
 IDS = torch.randint(2, 64, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -183,9 +184,9 @@ UNSUPPORTED = {
     ),
     "mla 2": (
         DeepseekV2Config(**SIZE, **LATENT),
-        r"DeepseekV2ForCausalLM caches a latent vector \(MLA\), not keys and",
+        r"deepseek_v2 caches a latent vector \(MLA\), not keys and",
     ),
-    "mla 3": (MLA, r"DeepseekV3ForCausalLM caches a latent vector \(MLA\), not keys and"),
+    "mla 3": (MLA, r"deepseek_v3 caches a latent vector \(MLA\), not keys and"),
     "no interface": (
         FALCON["falcon-grouped"],
         "FalconForCausalLM does not take an attention function from transformers' Attention",
@@ -286,6 +287,22 @@ def test_masks_that_are_not_causal(model, monkeypatch):
     monkeypatch.setattr(module, "create_causal_mask", both_ways)
     with pytest.raises(UnsupportedModelError, match="attention masks other than causal ones are not supported yet"):
         run(model, IDS, cache_for(model))
+
+
+def test_windows_that_look_both_ways():
+    config = Gemma3TextConfig(**SIZE, **LOCAL, use_bidirectional_attention=True)
+    model = tiny(config)
+    with pytest.raises(UnsupportedModelError, match="attention masks other than causal ones are not supported yet"):
+        run(model, IDS, cache_for(model))
+
+
+def test_a_model_on_a_gpu_is_told_what_kernels_lack_before_its_first_pass(monkeypatch):
+    model = tiny(CONFIGS["gemma2-capped"])
+    monkeypatch.setattr("runtime.hf.has_kernels", lambda device: True)
+    with pytest.raises(
+        UnsupportedModelError, match=r"softcap=3.0 and sliding windows of 20 tokens and layers in full p"
+    ):
+        cache_for(model)
 
 
 def test_gradients(model):
