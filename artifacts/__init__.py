@@ -12,6 +12,7 @@ from artifacts.errors import (
     FormatError,
     HubError,
     SignpostError,
+    UnsupportedModelError,
 )
 from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
@@ -44,6 +45,7 @@ __all__ = [
     "SignpostError",
     "Sketch",
     "Sparse",
+    "UnsupportedModelError",
     "Window",
     "load",
     "verify",

@@ -39,7 +39,7 @@ class Bundle:
 
     recipe       name of the recipe that made it (for people; nothing depends on it)
     model        the model's fingerprint
-    layers       formats, one entry per layer
+    layers       formats, one entry per layer; None: in full precision
     tensors      `layers.<l>.<key|value>.<name>` as the formats declare them, and `rope.inv_freq`
     calibration  provenance: data source and hash, samples, seed, package versions; plain JSON data
     evaluation   measured quality, or None; plain JSON data
@@ -48,7 +48,7 @@ class Bundle:
 
     recipe: str
     model: ModelFingerprint
-    layers: tuple[LayerFormat, ...]
+    layers: tuple[LayerFormat | None, ...]
     tensors: Mapping[str, Tensor]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] | None = None
@@ -76,7 +76,7 @@ class Bundle:
     @property
     def geometry(self) -> CacheGeometry:
         """Page geometry of every layer."""
-        return CacheGeometry.of(self.layers, self.model.h_kv, self.model.d)
+        return CacheGeometry.of(self.layers, self.model.h_kv, self.model.d, self.model.sliding)
 
     def with_evaluation(self, evaluation: Mapping[str, Any]) -> "Bundle":
         """The same bundle with measured quality attached."""
@@ -104,14 +104,14 @@ class Bundle:
         return replace_folder(Path(path), files, ours=owned_files(Path(path)))
 
     def _manifest(self, files: Mapping[str, bytes]) -> dict[str, Any]:
-        distinct = list(dict.fromkeys(self.layers))
+        distinct = list(dict.fromkeys(formats for formats in self.layers if formats))
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": self.recipe,
-            "model": asdict(self.model),
+            "model": self.model.to_json(),
             "formats": [to_json(f) for f in distinct],
-            "layers": [distinct.index(f) for f in self.layers],
+            "layers": [distinct.index(f) if f else None for f in self.layers],
             "calibration": self.calibration,
             "files": {name: asdict(FileRecord.of(data)) for name, data in files.items()},
         }
@@ -140,11 +140,11 @@ def owned_files(folder: Path) -> set[str]:
     return names
 
 
-def tensor_specs(model: ModelFingerprint, layers: Sequence[LayerFormat]) -> dict[str, TensorSpec]:
+def tensor_specs(model: ModelFingerprint, layers: Sequence[LayerFormat | None]) -> dict[str, TensorSpec]:
     """Tensors that formats ask for, by name. Raises FormatError where the formats do not fit the model."""
     specs = {"rope.inv_freq": TensorSpec("float32", (model.rope.dim // 2,))}
     for layer, formats in enumerate(layers):
-        for side in SIDES:
+        for side in SIDES if formats else ():
             fmt = getattr(formats, side)
             fmt.check(shape := PageShape(fmt.t, model.h_kv, model.d, side))
             specs |= {f"layers.{layer}.{side}.{name}": spec for name, spec in fmt.bundle_tensors(shape).items()}

@@ -41,7 +41,7 @@ def findings(bundle: Bundle) -> Iterator[Finding]:
     if bundle.tensors["rope.inv_freq"].astype(np.float64).min() < 0:
         yield Finding("rope.inv_freq", "holds a negative frequency")
     for layer, formats in enumerate(bundle.layers):
-        for side in SIDES:
+        for side in SIDES if formats else ():
             tensors = bundle.side_tensors(layer, side)
             for name, problem in _problems(getattr(formats, side), tensors):
                 yield Finding(f"layers.{layer}.{side}.{name}", problem)

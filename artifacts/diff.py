@@ -1,7 +1,7 @@
 """The difference of two bundles: field by field and tensor by tensor."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from artifacts.bundle import Bundle, Tensor
 from artifacts.format import to_json
 
-ABSENT = "absent"
+ABSENT, FULL = "absent", "full precision"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def tensor_changes(old: Bundle, new: Bundle) -> list[TensorChange]:
 def _fields(bundle: Bundle) -> dict[str, Any]:
     return {
         "recipe": bundle.recipe,
-        "model": asdict(bundle.model),
-        "layers": {str(layer): to_json(formats) for layer, formats in enumerate(bundle.layers)},
+        "model": bundle.model.to_json(),
+        "layers": {str(layer): to_json(formats) if formats else FULL for layer, formats in enumerate(bundle.layers)},
         "calibration": bundle.calibration,
         "evaluation": bundle.evaluation if bundle.evaluation is not None else ABSENT,
     }

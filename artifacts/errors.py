@@ -22,6 +22,10 @@ class FormatError(SignpostError, ValueError):
     """A page format contradicts itself or does not fit the shape of the model."""
 
 
+class UnsupportedModelError(SignpostError, ValueError):
+    """The model's attention is of a kind that cannot be compressed (yet), or not on this device."""
+
+
 class BundleError(SignpostError):
     """A bundle cannot be read or written."""
 

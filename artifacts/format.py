@@ -145,11 +145,16 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type: int, float, str, literal, dataclass (which is built), or one of these or None."""
+    """`value` as the annotated type: int, float, str, literal, dataclass (which is built), one of these or None, or a
+    tuple of one of them."""
     if type(None) in get_args(hint):
         if value is None:
             return None
         (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise FormatError(f"{where}={shown(value)} must be a list")
+        return tuple(_checked(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if is_dataclass(hint):
         return from_json(cast(type, hint), value, where)
     if get_origin(hint) is Literal:

@@ -103,27 +103,68 @@ class PageGeometry:
         return exact + pages * (self.page_bytes + TABLE_BYTES) + segments * self.shape.h_kv * self.segment_bytes
 
 
+Pair = tuple[PageGeometry, PageGeometry]
+
+
 @dataclass(frozen=True)
 class CacheGeometry:
-    """Geometry of a whole model: one pair (key, value) per layer."""
+    """Geometry of a whole model of h_kv kv heads of d channels.
 
-    layers: tuple[tuple[PageGeometry, PageGeometry], ...]
+    layers   pairs (key, value), None for layers in full precision
+    sliding  as in `ModelFingerprint`
+    """
+
+    layers: tuple[Pair | None, ...]
+    h_kv: int
+    d: int
+    sliding: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, formats: Iterable[LayerFormat], h_kv: int, d: int) -> "CacheGeometry":
-        """Geometry for the formats of all layers over h_kv kv heads of d channels."""
-        sides = ((PageGeometry.of(f.key, h_kv, d, "key"), PageGeometry.of(f.value, h_kv, d, "value")) for f in formats)
-        return cls(tuple(sides))
+    def of(
+        cls, formats: Iterable[LayerFormat | None], h_kv: int, d: int, sliding: tuple[int, ...] = ()
+    ) -> "CacheGeometry":
+        """Geometry for the formats of all layers, None for those in full precision."""
+
+        def pair(f: LayerFormat) -> Pair:
+            return PageGeometry.of(f.key, h_kv, d, "key"), PageGeometry.of(f.value, h_kv, d, "value")
+
+        return cls(tuple(pair(f) if f else None for f in formats), h_kv, d, sliding)
 
     @property
-    def _sides(self) -> list[PageGeometry]:
-        return [side for layer in self.layers for side in layer]
+    def pairs(self) -> list[Pair]:
+        """Those of the layers that have a format."""
+        return [pair for pair in self.layers if pair]
+
+    @property
+    def sides(self) -> list[PageGeometry]:
+        """Keys and values of the layers that have a format."""
+        return [side for pair in self.pairs for side in pair]
+
+    def held(self, layer: int, n: int) -> int:
+        """Tokens that a cache in full precision keeps of n: those that the next one may still see."""
+        window = self.sliding[layer] if self.sliding else 0
+        return min(n, window) if window else n
+
+    def exact_bytes(self, n: int, full_bytes: int = 2) -> int:
+        """Bytes of the layers in full precision at n tokens of one sequence."""
+        tokens = sum(self.held(layer, n) for layer, pair in enumerate(self.layers) if pair is None)
+        return 2 * tokens * self.h_kv * self.d * full_bytes
 
     def cache_bytes(self, n: int, full_bytes: int = 2, prompt: int = 0) -> int:
         """Bytes that a cache with room for n tokens of one sequence, `prompt` of them its prompt, allocates."""
-        return sum(side.cache_bytes(n, full_bytes, prompt) for side in self._sides)
+        paged = sum(side.cache_bytes(n, full_bytes, prompt) for side in self.sides)
+        return paged + self.exact_bytes(n, full_bytes)
+
+    def numbers(self, n: int) -> int:
+        """Numbers that a cache in full precision holds at n tokens of one sequence."""
+        return 2 * self.h_kv * self.d * sum(self.held(layer, n) for layer in range(len(self.layers)))
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes of the bundle's tensors that decoding reads."""
+        return sum(side.bundle_bytes for side in self.sides)
 
     def bits(self, n: int, full_bytes: int = 2, prompt: int = 0) -> float:
-        """Bits per cached number at n tokens with everything counted: `cache_bytes` and the bundle's tensors."""
-        total = self.cache_bytes(n, full_bytes, prompt) + sum(side.bundle_bytes for side in self._sides)
-        return 8 * total / (n * sum(side.shape.h_kv * side.shape.d for side in self._sides))
+        """Bits per cached number at n tokens with everything counted: `cache_bytes` and the bundle's tensors over
+        `numbers`. Layers that slide are held against a cache that drops what nobody sees any more."""
+        return 8 * (self.cache_bytes(n, full_bytes, prompt) + self.bundle_bytes) / self.numbers(n)

@@ -125,7 +125,7 @@ def _records(manifest: Mapping[str, Any], where: Path) -> dict[str, FileRecord]:
     return {name: from_json(FileRecord, record, f"files.{name}") for name, record in listed.items()}
 
 
-def _formats(manifest: Mapping[str, Any]) -> tuple[ModelFingerprint, tuple[LayerFormat, ...]]:
+def _formats(manifest: Mapping[str, Any]) -> tuple[ModelFingerprint, tuple[LayerFormat | None, ...]]:
     model = from_json(ModelFingerprint, manifest.get("model"), "model")
     layers = _entry(manifest, "layers", list)
     if len(layers) != model.l:  # before anything is made for each of them
@@ -134,7 +134,9 @@ def _formats(manifest: Mapping[str, Any]) -> tuple[ModelFingerprint, tuple[Layer
     return model, tuple(_named(formats, i) for i in layers)
 
 
-def _named(formats: Sequence[LayerFormat], index: Any) -> LayerFormat:
+def _named(formats: Sequence[LayerFormat], index: Any) -> LayerFormat | None:
+    if index is None:
+        return None
     if type(index) is not int or not 0 <= index < len(formats):
         raise FormatError(f"{MANIFEST}: layers names format {shown(index)}, there are {len(formats)}")
     return formats[index]

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from artifacts.errors import BundleMismatchError, FormatError
 
@@ -43,6 +43,8 @@ class ModelFingerprint:
 
     config_hash   SHA-256 of the model's configuration without fields that do not change its mathematics
     weights_hash  SHA-256 over the names and shapes of all parameters: the index of the weights, not their values
+    sliding       by layer, how many of the newest tokens a query sees, itself included; 0: all. Empty: 0 everywhere
+    softcap       attention logits x become softcap * tanh(x / softcap); None: they stay as they are
     """
 
     name: str
@@ -54,6 +56,8 @@ class ModelFingerprint:
     rope: Rope
     config_hash: str
     weights_hash: str
+    sliding: tuple[int, ...] = ()
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.l, self.h_q, self.h_kv, self.d) < 1 or self.h_q % self.h_kv:
@@ -64,6 +68,21 @@ class ModelFingerprint:
             raise FormatError(f"a model of l={self.l} layers: at most {MAX_LAYERS}")
         if self.rope.dim > self.d:
             raise FormatError(f"rope.dim={self.rope.dim} is above the head dimension {self.d}")
+        if self.sliding and (len(self.sliding) != self.l or min(self.sliding) < 0):
+            raise FormatError(
+                f"sliding has {len(self.sliding)} windows, the least {min(self.sliding)}: one for each of the "
+                f"{self.l} layers, 0 where a layer sees all tokens, or none at all"
+            )
+        if self.softcap is not None and not 0 < self.softcap < inf:
+            raise FormatError(f"softcap={self.softcap} must be positive and finite; leave it out for none")
+
+    def window(self, layer: int) -> int:
+        """How many of the newest tokens a query of this layer sees, itself included; 0: all."""
+        return self.sliding[layer] if self.sliding else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what only some models have where this one lacks it."""
+        return {name: value for name, value in asdict(self).items() if value not in ((), None)}
 
     def require(self, other: "ModelFingerprint") -> None:
         """Raises BundleMismatchError naming every field in which the `other` model differs (the name may)."""

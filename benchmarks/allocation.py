@@ -116,14 +116,18 @@ class _Bench:
     def random(self, seed: int) -> dict[str, float]:
         """A mixture drawn evenly, and its divergence as predicted and as measured."""
         rng, table = np.random.default_rng(seed), self.table
-        fillings, l = len(table.candidates.fillings), table.model.l
+        fillings, layers = len(table.candidates.fillings), table.layers
         # One filling for all, or most mixtures would be alike; of each side's variants any.
         filling = int(rng.integers(fillings))
         chosen = np.array(
-            [rng.integers(len(table.candidates.names(SIDES[i % 2]))) * fillings + filling for i in range(2 * l)]
+            [
+                rng.integers(len(table.candidates.names(SIDES[i % 2]))) * fillings + filling
+                for i in range(2 * len(layers))
+            ]
         )
         predicted = sum(
-            float(table.damages.of(i % 2)[i // 2].ravel()[candidate]) for i, candidate in enumerate(chosen.tolist())
+            float(table.damages.of(i % 2)[layers[i // 2]].ravel()[candidate])
+            for i, candidate in enumerate(chosen.tolist())
         )
         measured = evaluate(self.model, table.mixture(chosen, {}, f"random {seed}"), self.little)["kl_mean"]
         print(f"random {seed}: {predicted:.4f} {measured:.4f}", file=sys.stderr, flush=True)
@@ -137,7 +141,7 @@ def _described(bundle: Bundle) -> list[list[str]]:
         outliers = f"-{100 * fmt.sparse.fraction:g}%" if fmt.sparse else ""
         return f"{fmt.dense.bits}{outliers} t{fmt.t} w{fmt.window.recent}"
 
-    return [[side(layer.key), side(layer.value)] for layer in bundle.layers]
+    return [[side(layer.key), side(layer.value)] if layer else ["exact", "exact"] for layer in bundle.layers]
 
 
 def _keep(path: Path, found: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ def fresh_peak() -> int:
 def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row:
     """The fp16 cache at length n."""
     found, weights = fingerprint(decoder.model), fresh_peak()
-    cache = DenseCache(decoder, found.l, found.h_kv, found.d, b, n)
+    cache = DenseCache(decoder, found, b, n)
     held = torch.cuda.memory_allocated() - weights
     few = numbers(min(n, 256), found.h_kv, 1).half().transpose(0, 1)
     for start in range(0, n, few.shape[1]):

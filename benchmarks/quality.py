@@ -124,7 +124,7 @@ class _Bench:
         return {
             **evaluate(self.model, bundle, self.text),
             "bits_long": bundle.geometry.bits(LONG),
-            "bits_page": sum(s.bits for layer in bundle.geometry.layers for s in layer) / (2 * bundle.model.l),
+            "bits_page": sum(s.bits for s in bundle.geometry.sides) / max(1, len(bundle.geometry.sides)),
             "no_window": {k: plain[k] for k in ("loss_increase", "kl_mean", "kl_p999", "top1")},
         }
 

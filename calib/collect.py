@@ -108,16 +108,16 @@ class SideFits:
 def collect(
     tap: Tap,
     ids: Tensor,
-    recipes: Sequence[LayerRecipe],
+    recipes: Sequence[LayerRecipe | None],
     method: MethodConfig,
     h_kv: int,
     d: int,
     progress: Progress | None = None,
     work: Work = ALONE,
-) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+) -> tuple[tuple[LayerFormat | None, ...], dict[str, Tensor]]:
     """Chooses what `recipes` leave open and fits everything that the formats want from the bundle.
 
-    Returns the formats of all layers and tensors by bundle name; otherwise as `collect_all`.
+    Returns the formats of all layers (None where the recipe is) and tensors by bundle name; otherwise as `collect_all`.
     """
     return collect_all(tap, ids, [recipes], method, h_kv, d, progress, work)[0]
 
@@ -125,13 +125,13 @@ def collect(
 def collect_all(
     tap: Tap,
     ids: Tensor,
-    recipes: Sequence[Sequence[LayerRecipe]],
+    recipes: Sequence[Sequence[LayerRecipe | None]],
     method: MethodConfig,
     h_kv: int,
     d: int,
     progress: Progress | None = None,
     work: Work = ALONE,
-) -> list[tuple[tuple[LayerFormat, ...], dict[str, Tensor]]]:
+) -> list[tuple[tuple[LayerFormat | None, ...], dict[str, Tensor]]]:
     """What `collect` finds for each of several recipes, in the same passes over the samples.
 
     ids int64 [samples, seqlen], the same on every rank; without samples only what needs no observation can be fitted.
@@ -154,10 +154,17 @@ def collect_all(
         if not titles:
             break
         run_pass(tap, ids, layers, f"pass {number}: {', '.join(titles)}", work, progress)
-    return [_chosen([key.side for key, _ in found], [value.side for _, value in found]) for found in many]
+    return [_found(pairs) for pairs in many]
 
 
-def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int) -> bool:
+def _found(layers: Sequence[Sequence[SideFits]]) -> tuple[tuple[LayerFormat | None, ...], dict[str, Tensor]]:
+    """What the fits of one recipe have come to."""
+    found, tensors = _chosen([[observer.side for observer in pair] for pair in layers if pair])
+    formats = iter(found)
+    return tuple(next(formats) if pair else None for pair in layers), tensors
+
+
+def observes(recipes: Sequence[LayerRecipe | None], method: MethodConfig, h_kv: int, d: int) -> bool:
     """Whether anything has to be observed for these recipes: the bundles of tuning-free formats need no text."""
     sides = [side for layer in _sides(recipes, method, h_kv, d, 1, MANY) for side in layer]
     for side in sides:
@@ -165,10 +172,11 @@ def observes(recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d:
     return any(side.fit for side in sides)
 
 
-def _chosen(keys: Sequence[Side], values: Sequence[Side]) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
-    """Formats with every number that was left open, and the tensors that they declare."""
+def _chosen(pairs: Sequence[Sequence[Side]]) -> tuple[tuple[LayerFormat, ...], dict[str, Tensor]]:
+    """Formats with every number that was left open, and the tensors that they declare, of keys and values by layer."""
+    keys, values = ([pair[side] for pair in pairs] for side in range(2))
     for choose in CHOSEN:
-        keys, values = choose(keys), choose(values)
+        keys, values = list(choose(keys)), list(choose(values))
     formats = tuple(LayerFormat(key.format, value.format) for key, value in zip(keys, values, strict=True))
     tensors = {
         f"{side.name}.{name}": side.tables[name]
@@ -180,9 +188,9 @@ def _chosen(keys: Sequence[Side], values: Sequence[Side]) -> tuple[tuple[LayerFo
 
 
 def _sides(
-    recipes: Sequence[LayerRecipe], method: MethodConfig, h_kv: int, d: int, samples: int, seqlen: int
-) -> list[tuple[SideFits, SideFits]]:
-    """Keys and values of every layer with nothing fitted yet.
+    recipes: Sequence[LayerRecipe | None], method: MethodConfig, h_kv: int, d: int, samples: int, seqlen: int
+) -> list[Sequence[SideFits]]:
+    """Keys and values of every layer with nothing fitted yet; nothing for layers in full precision.
 
     Raises SignpostError for samples without a page, FormatError where a format does not fit the model.
     """
@@ -200,7 +208,10 @@ def _sides(
         known = Side(f"layers.{layer}.{name}", fmt, shape, tokens, method, {}, getattr(recipe, name))
         return SideFits(known, name == "key")
 
-    return [(side(layer, "key", recipe), side(layer, "value", recipe)) for layer, recipe in enumerate(recipes)]
+    return [
+        (side(layer, "key", recipe), side(layer, "value", recipe)) if recipe else ()
+        for layer, recipe in enumerate(recipes)
+    ]
 
 
 def _digest(tables: dict[str, Tensor]) -> str:

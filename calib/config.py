@@ -18,7 +18,7 @@ WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
 WORK = ".signpost-work"
-HALVES = ("first_half", "second_half")
+NAMED = ("first_half", "second_half", "sliding")
 
 
 class ConfigError(SignpostError, ValueError):
@@ -74,9 +74,11 @@ class MethodConfig:
              spectra that ranks are chosen by (none, or times the mean squared gradient)
     bins     of the histogram over normalized numbers
     seed     of random rotations
-    layers   settings that differ in some layers: {0: {key: {dense: {bits: 8}}}}. A key is a layer, a range (`0-3`), or
-             `first_half` or `second_half` of the model's layers. Where several keys cover a layer, halves come first,
-             then ranges, then single layers, the later on top
+    layers   settings that differ in some layers: {0: {key: {dense: {bits: 8}}}}, or null for full precision: {0: null}.
+             A key is a layer, a range (`0-3`), `first_half` or `second_half` of the model's layers, or `sliding`: those
+             that see a window of tokens only. Where several keys cover a layer, halves come first, then sliding, then
+             ranges, then single layers, the later on top. Where some layers of a model slide and others do not, those
+             that do stay in full precision unless a key covers them: {sliding: {}} gives them the recipe's formats
     """
 
     name: str = MISSING
@@ -222,7 +224,8 @@ class Settings:
         if c.eval.source != "none":
             self._validate_eval()
         for override in (None, *self._overrides()) if c.budget is None else ():  # a budget takes the method's place
-            self._check_pages(self._recipe([override] if override else []).formats)
+            if recipe := self._recipe([override] if override else []):
+                self._check_pages(recipe.formats)
 
     def _validate_eval(self) -> None:
         e, seqlen = self.config.eval, self.eval_seqlen
@@ -263,56 +266,73 @@ class Settings:
         if not isinstance(layers, dict):
             raise FormatError(f"method.layers={layers!r} must be a table of layers, such as {{0: {{key: {{t: 64}}}}}}")
         for name, sides in layers.items():
+            if sides is None:
+                continue
             if not isinstance(sides, dict) or (unknown := sorted(set(map(str, sides)) - {"key", "value"})):
                 named = unknown[0] if isinstance(sides, dict) else repr(sides)
                 raise FormatError(f"method.layers.{name}: {named} is not a side: known are key, value")
         return sorted(_Override(str(name), sides) for name, sides in layers.items())
 
-    def _recipe(self, overrides: Sequence["_Override"]) -> LayerRecipe:
-        """The recipe with the settings of these overrides on top. Raises FormatError."""
+    def _recipe(self, overrides: Sequence["_Override"]) -> LayerRecipe | None:
+        """The recipe with the settings of these overrides on top; None for full precision. Raises FormatError."""
+        if overrides and overrides[-1].sides is None:
+            return None
         formats, rules = {}, {}
         for side in ("key", "value"):
             table, where = getattr(self.config.method, side), f"method.{side}"
             for override in overrides:
-                if side in override.sides:
+                if override.sides and side in override.sides:
                     table, where = merged(table, override.sides[side]), f"method.layers.{override.name}.{side}"
             table, rules[side] = split(_without_absent(table), where)
             formats[side] = from_json(Format, table, where)
         return LayerRecipe(LayerFormat(**formats), **rules)
 
-    def recipes(self, layers: int) -> tuple[LayerRecipe, ...]:
-        """Formats of all layers and what they leave to calibration.
+    def recipes(self, layers: int, sliding: Sequence[int] = ()) -> tuple[LayerRecipe | None, ...]:
+        """Formats of all layers and what they leave to calibration; None for layers in full precision.
 
-        Raises FormatError where `method.layers` names a layer that the model lacks.
+        sliding: the layers' windows, as in `ModelFingerprint`. Raises FormatError where `method.layers` names layers
+        that the model lacks.
         """
         overrides = self._overrides()
         for override in overrides:
-            if override.covered(layers).stop > layers:
+            covered = override.covered(layers, sliding)
+            if not covered and override.name == "sliding":
+                raise FormatError(f"method.layers.{override.name}: the model has no layers that slide, leave it out")
+            if max(covered, default=0) >= layers:
                 raise FormatError(f"method.layers.{override.name}: the model has layers 0 to {layers - 1}")
-        return tuple(self._recipe([o for o in overrides if layer in o.covered(layers)]) for layer in range(layers))
+        mixed = 0 in sliding
+        found: list[LayerRecipe | None] = []
+        for layer in range(layers):
+            own = [o for o in overrides if layer in o.covered(layers, sliding)]
+            bounded = mixed and sliding[layer] > 0 and not own
+            found.append(None if bounded else self._recipe(own))
+        return tuple(found)
 
-    def formats(self, layers: int) -> tuple[LayerFormat, ...]:
+    def formats(self, layers: int, sliding: Sequence[int] = ()) -> tuple[LayerFormat | None, ...]:
         """Formats of all layers, with stand-ins where calibration has yet to choose a number. Raises as `recipes`."""
-        return tuple(recipe.formats for recipe in self.recipes(layers))
+        return tuple(recipe.formats if recipe else None for recipe in self.recipes(layers, sliding))
 
 
 @dataclass(frozen=True)
 class _Override:
-    """One entry of `method.layers`: which layers (see `MethodConfig`) and what differs there."""
+    """One entry of `method.layers`: which layers (see `MethodConfig`) and what differs there; None: no format."""
 
     name: str
-    sides: dict[str, Any]
+    sides: dict[str, Any] | None
 
     def __post_init__(self) -> None:
-        if not self.covered(2):
+        if not self.covered(2, (1, 1)):
             raise FormatError(
-                f"method.layers.{self.name}: layers are numbers from 0, ranges such as 0-3, or {' or '.join(HALVES)}"
+                f"method.layers.{self.name}: layers are numbers from 0, ranges such as 0-3, {', '.join(NAMED[:-1])} or "
+                f"{NAMED[-1]}"
             )
 
-    def covered(self, layers: int) -> range:
+    def covered(self, layers: int, sliding: Sequence[int] = ()) -> Sequence[int]:
         """Layers of a model with so many; a range may reach beyond it. Empty for a name that means none."""
-        if self.name in HALVES:
-            return range(layers // 2) if self.name == HALVES[0] else range(layers // 2, layers)
+        if self.name == "sliding":
+            return [layer for layer, window in enumerate(sliding) if window]
+        if self.name in NAMED:
+            return range(layers // 2) if self.name == NAMED[0] else range(layers // 2, layers)
         first, dash, last = self.name.partition("-")
         known = first.isdecimal() and (last.isdecimal() if dash else True)
         return range(int(first), int(last or first) + 1) if known else range(0)
@@ -322,8 +342,9 @@ class _Override:
 
     @property
     def _order(self) -> tuple[int, int]:
-        kind = 0 if self.name in HALVES else 1 if "-" in self.name else 2
-        return kind, self.covered(2).start
+        if self.name in NAMED:
+            return 0, NAMED.index(self.name)
+        return 2 - ("-" in self.name), self.covered(2)[0]
 
 
 def _at_least(values: dict[str, tuple[int, int]]) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from artifacts.errors import SignpostError
 from calib.config import TextConfig
 from calib.forward import require_finite
+from calib.memory import within_memory
 from calib.progress import track
 from runtime.hf import text_config
 
@@ -117,7 +118,9 @@ def _generated(
     model: PreTrainedModel, samples: int, seqlen: int, seed: int, title: str, progress: Progress | None
 ) -> Tokens:
     report = track(progress, title, -(-samples // BATCH) * (seqlen - 1))
-    return Tokens(generate(model, samples, seqlen, seed, report), generated_source(seed))
+    way_out = f"set seqlen={seqlen // 2}, or let the text come from elsewhere (data.path=, eval.path=, data=wikitext2)"
+    with within_memory(f"while the model wrote {seqlen} tokens {min(BATCH, samples)} times at once", way_out):
+        return Tokens(generate(model, samples, seqlen, seed, report), generated_source(seed))
 
 
 def generated_source(seed: int) -> str:

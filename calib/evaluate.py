@@ -24,6 +24,7 @@ from calib.data import Tokens
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
 from calib.progress import track
 from runtime.codec import Codec
+from runtime.exact import capped, causal_attention, visible
 from runtime.hf import AttendingCache, SignpostCache
 from runtime.rope import Rotation
 
@@ -31,18 +32,18 @@ from runtime.rope import Rotation
 class SimulatedCache(AttendingCache):
     """Attention of a whole window at once, each query over the cache as it would be at its turn. One use per window.
 
-    window: False packs every token behind the sinks at once, the query's own included: how the papers simulate.
+    newest: False packs every token behind the sinks at once, the query's own included: how the papers simulate.
     """
 
-    def __init__(self, model: PreTrainedModel, bundle: Bundle, window: bool = True):
+    def __init__(self, model: PreTrainedModel, bundle: Bundle, newest: bool = True):
         super().__init__(model)
-        self.window = window
+        self.newest = newest
         device = model.device
         self.formats = bundle.layers
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.codecs = [
-            tuple(Codec(geometry, bundle.side_tensors(layer, geometry.shape.side), device) for geometry in sides)
-            for layer, sides in enumerate(bundle.geometry.layers)
+            tuple(Codec(side, bundle.side_tensors(layer, side.shape.side), device) for side in pair or ())
+            for layer, pair in enumerate(bundle.geometry.layers)
         ]
 
     def attend(
@@ -51,13 +52,17 @@ class SimulatedCache(AttendingCache):
         """q [b, h_q, n, d], k and v [b, h_kv, n, d] -> [b, n, h_q, d]. Raises ValueError for padded windows."""
         if valid is not None:
             raise ValueError("windows to evaluate on have no padding")
-        formats, (key_codec, value_codec) = self.formats[layer], self.codecs[layer]
+        formats, window = self.formats[layer], self.window(layer)
+        if formats is None:
+            return causal_attention(q, k, v, scaling, window, self.softcap).transpose(1, 2)
+        key_codec, value_codec = self.codecs[layer]
         rotation = self.rotation if formats.key.domain == "pre_rope" else None
-        k_hat = packed(k, formats.key, key_codec, rotation, tail=not self.window)
-        v_hat = packed(v, formats.value, value_codec, None, tail=not self.window)
-        if not self.window:
+        k_hat = packed(k, formats.key, key_codec, rotation, tail=not self.newest)
+        v_hat = packed(v, formats.value, value_codec, None, tail=not self.newest)
+        if not self.newest:
             k, v = k_hat, v_hat  # sinks are as they were in both
-        return attend_both(q, Both(k, k_hat, formats.key), Both(v, v_hat, formats.value), scaling)
+        key, value = Both(k, k_hat, formats.key), Both(v, v_hat, formats.value)
+        return attend_both(q, key, value, scaling, window, self.softcap)
 
 
 class Both(NamedTuple):
@@ -73,23 +78,30 @@ class Both(NamedTuple):
         return Both(exact, packed, self.format)
 
 
-def attend_both(q: Tensor, key: Both, value: Both, scaling: float) -> Tensor:
-    """Attention of a whole window q [b, h_q, n, d] as it would find keys and values at each turn -> [b, n, h_q, d]."""
+def attend_both(
+    q: Tensor, key: Both, value: Both, scaling: float, window: int = 0, softcap: float | None = None
+) -> Tensor:
+    """Attention of a whole window q [b, h_q, n, d] as it would find keys and values at each turn -> [b, n, h_q, d].
+
+    window, softcap: as in `runtime.exact.causal_attention`.
+    """
     g = q.shape[1] // key.exact.shape[1]
     key, value = (side.repeated(g) for side in (key, value))
     out = torch.empty_like(q)
     for rows in blocks(q.shape[2]):
-        out[:, :, rows] = _attend_rows(at_least_float32(q[:, :, rows]) * scaling, rows.start, key, value)
+        queries = at_least_float32(q[:, :, rows]) * scaling
+        out[:, :, rows] = _attend_rows(queries, rows.start, key, value, window, softcap)
     return out.transpose(1, 2)
 
 
-def _attend_rows(q: Tensor, start: int, key: Both, value: Both) -> Tensor:
+def _attend_rows(q: Tensor, start: int, key: Both, value: Both, window: int, softcap: float | None) -> Tensor:
     """Scaled queries q [b, h_q, m, d], the first at token `start`, over all keys and values up to each query."""
     n = start + q.shape[2]
     query, token = torch.arange(start, n, device=q.device)[:, None], torch.arange(n, device=q.device)
     k, k_hat, v, v_hat = (x[:, :, :n] for both in (key, value) for x in both[:2])
     scores = torch.where(_is_packed(key.format, query, token), q @ k_hat.transpose(2, 3), q @ k.transpose(2, 3))
-    weights = scores.masked_fill(token > query, -torch.inf).softmax(-1)
+    seen = visible(q.shape[2], n, window, q.device)
+    weights = capped(scores, softcap).masked_fill(~seen, -torch.inf).softmax(-1)
     from_pages = _is_packed(value.format, query, token)
     return (weights * from_pages) @ v_hat + (weights * ~from_pages) @ v
 

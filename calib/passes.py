@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from artifacts.errors import SignpostError
 from calib.fits import Fit
+from calib.memory import within_memory
 from calib.progress import track
 from calib.ranks import Ranks
 from calib.statistics import lane_of
@@ -18,10 +17,6 @@ from calib.store import Store
 from calib.tap import Activations, Tap
 
 Tensors = dict[str, Tensor]
-
-
-class MemoryExhaustedError(SignpostError):
-    """The GPU has no room for what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Observer(Protocol):
     def finish(self, found: Tensors) -> None: ...
 
 
-Layer = Sequence[Observer]
+Layer = Sequence[Observer]  # keys and values, of several recipes in turn; nothing where a layer stays in full precision
 
 
 def run_pass(tap: Tap, ids: Tensor, layers: Sequence[Layer], title: str, work: Work, progress: Progress | None) -> None:
@@ -95,12 +90,10 @@ def _observe(
         _split(layers, part[1])
     report = track(progress, title, len(mine), done)
     for sample in mine[done:]:
-        try:
+        with within_memory(*_too_long(ids.shape[1])):
             for activations in tap.run(ids[sample], gradients):
                 for side in layers[activations.layer]:
                     side.observe(activations, lane_of(sample, samples))
-        except torch.OutOfMemoryError as error:
-            raise _exhausted(ids.shape[1]) from error
         report()
         done += 1
         if work.store and sample != mine[-1] and time.monotonic() - saved >= work.every:
@@ -169,8 +162,10 @@ def _who(ranks: Ranks) -> str:
     return f"rank{ranks.rank}of{ranks.world}"
 
 
-def _exhausted(seqlen: int) -> MemoryExhaustedError:
-    return MemoryExhaustedError(
-        f"out of GPU memory on a sample of seqlen={seqlen} tokens: set seqlen={seqlen // 2} (and samples to twice as "
-        "many, for as much text), or device=split to spread the model over all GPUs"
+def _too_long(seqlen: int) -> tuple[str, str]:
+    """What to say where a sample does not fit: what was done, and the way out."""
+    return (
+        f"on a sample of seqlen={seqlen} tokens",
+        f"set seqlen={seqlen // 2} (and samples to twice as many, for as much text), or device=split to spread the "
+        "model over all GPUs",
     )

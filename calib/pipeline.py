@@ -26,14 +26,26 @@ from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_
 from calib.devices import place
 from calib.evaluate import evaluate
 from calib.inputs import of_model, versions
+from calib.memory import within_memory
 from calib.passes import ALONE, Work
 from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import fingerprint, load_causal_lm, model_path, rotary
+from runtime.hf import (
+    fingerprint,
+    kv_heads,
+    load_causal_lm,
+    model_path,
+    require_keys_and_values,
+    require_one_rope,
+    rotary,
+    sliding_windows,
+)
 
 LONG = 131072  # tokens of a long context
+# What to say where the model itself does not fit: what was done, and the way out.
+LOADING = ("while loading the model", "set device=split to spread it over all GPUs, or model.dtype=bfloat16")
 # Settings that leave the tensors of a recipe's bundle as they are.
 UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "candidates")
 
@@ -55,7 +67,8 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     if ranks.first:  # last: it makes the folder above the bundle
         check_destination(Path(config.out))
     dtype = model_dtype(config.model.dtype, placed.device)
-    source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
+    with within_memory(*LOADING):
+        source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
     with bars(console) if ranks.first else nullcontext() as progress:  # not before: loading has bars of its own
         work = Work(ranks, store, of_model(source[0]), config.checkpoint)
         text = evaluation_text(settings, source, progress) if ranks.first else None
@@ -80,7 +93,10 @@ def finished(
     bundle = load(path)
     if text is not None:
         console.print(Text(f"saved {path}"), soft_wrap=True)
-        bundle = bundle.with_evaluation(evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress))
+        n = settings.eval_seqlen
+        with within_memory(f"in a window of eval.seqlen={n} tokens", f"set eval.seqlen={n // 2}; {path} is calibrated"):
+            result = evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress)
+        bundle = bundle.with_evaluation(result)
         bundle.save(path)
     return bundle
 
@@ -91,7 +107,7 @@ Source = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def _needed(settings: Settings, model: PreTrainedModel) -> bool:
     """Whether the formats fit anything: generating text takes a while."""
     info = fingerprint(model)
-    return observes(settings.recipes(info.l), settings.config.method, info.h_kv, info.d)
+    return observes(settings.recipes(info.l, info.sliding), settings.config.method, info.h_kv, info.d)
 
 
 def calibration_text(settings: Settings, source: Source, work: Work, progress: Progress | None) -> Tokens:
@@ -144,17 +160,17 @@ def known_config(settings: Settings) -> Any | None:
 
 def heads(model: Any) -> tuple[int, int]:
     """KV heads and channels of a head by a model's configuration."""
-    h_kv = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    return h_kv, getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return kv_heads(model), getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
 def _check_formats(settings: Settings) -> None:
-    """Raises FormatError or ConfigError for what the model's configuration rules out."""
+    """Raises UnsupportedModelError, FormatError or ConfigError for what the model's configuration rules out."""
     model = known_config(settings)
     if model is None:
         return
-    for layer in settings.formats(model.num_hidden_layers):
-        for side in SIDES:
+    require_keys_and_values(model)
+    for layer in settings.formats(model.num_hidden_layers, sliding_windows(model)):
+        for side in SIDES if layer else ():
             try:
                 PageGeometry.of(getattr(layer, side), *heads(model), side)
             except FormatError as error:
@@ -175,9 +191,13 @@ def check_lengths(settings: Settings, model: Any) -> None:
 def calibrate(
     model: PreTrainedModel, settings: Settings, tokens: Tokens, progress: Progress | None = None, work: Work = ALONE
 ) -> Bundle:
-    """The bundle for `model`, without evaluation; every rank of `work` returns the same."""
+    """The bundle for `model`, without evaluation; every rank of `work` returns the same.
+
+    Raises UnsupportedModelError and what `collect` raises.
+    """
     config, info = settings.config, fingerprint(model)
-    recipes = settings.recipes(info.l)
+    recipes = settings.recipes(info.l, info.sliding)
+    require_one_rope(model, settings.formats(info.l, info.sliding))
     work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
     formats, tensors = collect(Tap(model), tokens.ids, recipes, config.method, info.h_kv, info.d, progress, work)
     return Bundle(config.method.name, info, formats, arrays(model, tensors), provenance(model, settings, tokens))

@@ -16,7 +16,6 @@ from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +24,7 @@ from artifacts.errors import SignpostError
 from artifacts.geometry import SEGMENT_PAGES
 from calib.evaluate import SimulatedCache
 from runtime.codec import Codec
+from runtime.exact import causal_attention
 from runtime.hf import AttendingCache
 from runtime.rope import Rotation
 
@@ -167,9 +167,7 @@ class _Recorder(AttendingCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         self.kept.append((k, v))
-        # Repeated by hand: with enable_gqa a GPU computes float32 by writing all n x n scores down.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2)
+        return causal_attention(q, k, v, scaling, self.window(layer), self.softcap).transpose(1, 2)
 
 
 class _Answering(AttendingCache):
@@ -185,16 +183,13 @@ class _Answering(AttendingCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         earlier_k, earlier_v = self.group.layers[layer]
-        if self.codecs is not None:
-            formats, (key_codec, value_codec) = self.codecs.formats[layer], self.codecs.codecs[layer]
+        if self.codecs is not None and (formats := self.codecs.formats[layer]):
+            key_codec, value_codec = self.codecs.codecs[layer]
             rotation = self.codecs.rotation if formats.key.domain == "pre_rope" else None
             earlier_k = as_cached(earlier_k, formats.key, key_codec, rotation)
             earlier_v = as_cached(earlier_v, formats.value, value_codec, None)
         k, v = torch.cat([earlier_k, k], 2), torch.cat([earlier_v, v], 2)
-        m, n = q.shape[2], k.shape[2]
-        visible = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
-        out = F.scaled_dot_product_attention(q, k, v, visible, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2)
+        return causal_attention(q, k, v, scaling, self.window(layer), self.softcap).transpose(1, 2)
 
 
 def as_cached(x: Tensor, fmt: Format, codec: Codec, rotation: Rotation | None) -> Tensor:

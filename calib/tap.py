@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
-from runtime.hf import UnsupportedModelError, rotary, text_config
+from runtime.hf import UnsupportedModelError, kv_heads, require_keys_and_values, rotary_by_layer, text_config
 from runtime.rope import Rotation
 
 
@@ -79,14 +79,19 @@ class _TapCache(DynamicCache):
 
 
 class Tap:
-    """Runs a model over samples and yields `Activations` layer by layer."""
+    """Runs a model over samples and yields `Activations` layer by layer.
+
+    Raises UnsupportedModelError for a model without keys and values, or whose rotary embedding is none of ours.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        rope, frequencies = rotary(model)
-        self.rotation = Rotation(rope, frequencies, model.device)
-        self._rotations = {model.device: self.rotation}
-        self.layers = text_config(model).num_hidden_layers
+        require_keys_and_values(text_config(model))
+        by_layer = rotary_by_layer(model)
+        distinct = {id(frequencies): Rotation(rope, frequencies, model.device) for rope, frequencies in by_layer}
+        self.rotations = [distinct[id(frequencies)] for _, frequencies in by_layer]
+        self._elsewhere: dict[tuple[int, torch.device], Rotation] = {}
+        self.layers, self.h_kv = len(by_layer), kv_heads(text_config(model))
 
     def run(self, ids: Tensor, gradients: bool) -> Iterator[Activations]:
         """One sample, ids int64 [n]. Raises ActivationError for NaN or infinity, naming the layer.
@@ -119,18 +124,24 @@ class Tap:
             yield self._activations(layer, k, v, k_gradient, v_gradient)
         finite.check()
 
-    def _rotation(self, device: torch.device) -> Rotation:
+    def _rotation(self, layer: int, device: torch.device) -> Rotation:
         """A model's layers may be on several devices."""
-        if device not in self._rotations:
-            self._rotations[device] = Rotation(self.rotation.rope, self.rotation.inv_freq, device)
-        return self._rotations[device]
+        rotation = self.rotations[layer]
+        if rotation.inv_freq.device == device:
+            return rotation
+        key = id(rotation), device
+        if key not in self._elsewhere:
+            self._elsewhere[key] = Rotation(rotation.rope, rotation.inv_freq, device)
+        return self._elsewhere[key]
 
     def _activations(
         self, layer: int, k: Tensor, v: Tensor, k_gradient: Tensor | None, v_gradient: Tensor | None
     ) -> Activations:
-        positions, rotation = torch.arange(k.shape[2], device=k.device), self._rotation(k.device)
+        k, v = (_one_of_each(x, self.h_kv) for x in (k, v))
+        positions, rotation = torch.arange(k.shape[2], device=k.device), self._rotation(layer, k.device)
         before, before_gradient = rotation.unrotate(k, positions), None
         if k_gradient is not None and v_gradient is not None:
+            k_gradient, v_gradient = (_summed(x, self.h_kv) for x in (k_gradient, v_gradient))
             before_gradient = _by_token(rotation.pull_back(k_gradient, positions))
             k_gradient, v_gradient = _by_token(k_gradient), _by_token(v_gradient)
         return Activations(
@@ -141,6 +152,16 @@ class Tap:
 def _by_token(x: Tensor) -> Tensor:
     """[1, h_kv, n, d] as float32 [n, h_kv, d]."""
     return x[0].transpose(0, 1).float()
+
+
+def _one_of_each(x: Tensor, h_kv: int) -> Tensor:
+    """[1, heads, n, d] as [1, h_kv, n, d]: Falcon hands over a copy of a kv head for each of its query heads."""
+    return x[:, :: x.shape[1] // h_kv]
+
+
+def _summed(gradient: Tensor, h_kv: int) -> Tensor:
+    """The gradient of a kv head is the sum of those of its copies."""
+    return gradient.unflatten(1, (h_kv, -1)).sum(2)
 
 
 class _Calls:

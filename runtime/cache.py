@@ -9,17 +9,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.fields import SideName
 from runtime.codec import Codec
-from runtime.exact import causal_attention
+from runtime.exact import capped, causal_attention, visible
+from runtime.exact_layer import ExactLayer
+from runtime.layer import CacheLayer
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, StepInputs
+from runtime.units import require_kernels
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -28,13 +32,14 @@ FUSED_QUERIES = (
 )
 
 
-class LayerCache:
-    """Cache of one layer for `b` sequences. Query heads h_q = g * h_kv; tensors as transformers hands them out."""
+class LayerCache(CacheLayer):
+    """A layer with a format: keys and values in pages, sinks and newest tokens beside them."""
 
     def __init__(self, bundle: Bundle, layer: int, room: Room, dtype: torch.dtype, rotation: Rotation):
+        super().__init__(bundle.model, layer, room)
         formats, model, b = bundle.layers[layer], bundle.model, room.b
-        self.room, self.device, self._turning = room, rotation.inv_freq.device, rotation
-        self.lengths, self.offsets = [0] * b, [0] * b
+        assert formats is not None
+        self._turning = rotation
         self.rotation = rotation if formats.key.domain == "pre_rope" else None  # of packed keys
 
         def side(name: SideName, fmt: Format, turning: Rotation | None) -> Side:
@@ -58,41 +63,12 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float,
         sequences: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of m new tokens over the cache and themselves; then they are appended.
-
-        q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE; positions int64 [b or 1, m]; valid bool [b, m] marks real
-        tokens (None: all are); sequences: which ones these are (None: all, in order).
-        Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
-        Raises ValueError where a sequence's positions do not follow each other and CacheFullError where it would
-        outgrow the reserve or the budget, both before anything has changed.
-        """
-        b, m = q.shape[0], q.shape[2]
-        chosen = list(range(len(self.lengths)) if sequences is None else sequences)
-        rows, starts = self.room.admit(self.lengths, self.offsets, positions, valid, chosen, m)
-        if all(row is None for row in rows):
-            if not any(self.lengths[i] for i in chosen):
-                out = causal_attention(q, k, v, scaling).transpose(1, 2)
-                for row, i in enumerate(chosen):
-                    self._append(i, k[row], v[row], starts[row])
-                return out
-            if m == 1 and sequences is None and has_kernels(self.device):
-                return self._device_step(q, k, v, starts, scaling)
-        out = q.new_zeros(b, m, q.shape[1], q.shape[3])
-        for row, i in enumerate(chosen):
-            real = torch.arange(m) if rows[row] is None else rows[row]
-            assert real is not None
-            if not real.numel():
-                continue
-            real = real.to(q.device)
-            qi, ki, vi = q[row][:, real], k[row][:, real], v[row][:, real]
-            out[row, real] = self._attend_one(i, qi, ki, vi, scaling).transpose(0, 1).to(out.dtype)
-            self._append(i, ki, vi, starts[row])
-        return out
-
-    def append(self, sequence: int, k: Tensor, v: Tensor, offset: int = 0) -> None:
-        """Appends k and v [h_kv, m, d], attended elsewhere. Raises as `attend`; offset: position of token 0."""
-        self.room.take({sequence: self.lengths[sequence] + k.shape[1]})
-        self._append(sequence, k, v, self.offsets[sequence] if self.lengths[sequence] else offset)
+        """As `CacheLayer.attend`; a token for every sequence on a GPU is a step of the page kernels."""
+        stepping = q.shape[2] == 1 and valid is None and sequences is None and has_kernels(self.device)
+        if not stepping or not any(self.lengths):
+            return super().attend(q, k, v, positions, valid, scaling, sequences)
+        _, starts = self.room.admit(self.lengths, self.offsets, positions, None, list(range(len(self.lengths))), 1)
+        return self._device_step(q, k, v, starts, scaling)
 
     def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:
         """Appends k and v [h_kv, m, d] to sequence i: both or, if one cannot be packed, neither."""
@@ -141,38 +117,46 @@ class LayerCache:
             return self._attend_dense(i, q, k, v, scaling)
         h_kv, d = k.shape[0], k.shape[2]
         rows = q.float().reshape(h_kv, -1, d)  # query heads of a kv head are neighbours: [h_kv, g * m, d]
-        weights = (self._scores(i, rows, k.float(), m) * scaling).softmax(-1)
+        scores = capped(self._scores(i, rows, k.float()) * scaling, self.softcap).unflatten(1, (-1, m))
+        hidden = ~visible(m, scores.shape[-1], self.window, scores.device)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).flatten(1, 2)
         return self._values(i, weights, v.float()).reshape(q.shape)
 
-    def _scores(self, i: int, rows: Tensor, k: Tensor, m: int) -> Tensor:
-        """Unscaled scores float32 [h_kv, g * m, n + m] of all cached and the m new tokens, causal."""
+    def _scores(self, i: int, rows: Tensor, k: Tensor) -> Tensor:
+        """Unscaled scores float32 [h_kv, g * m, n + m] of all cached and the m new tokens."""
         sinks, newest = (x.float().permute(1, 2, 0) for x in self.key.exact(i, self.lengths[i]))
-        fresh = (rows @ k.transpose(1, 2)).unflatten(1, (-1, m))
-        later = torch.ones(m, m, dtype=torch.bool).triu(1)
-        fresh = fresh.masked_fill(later, -torch.inf).flatten(1, 2)
-        return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, fresh], -1)
+        return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, rows @ k.transpose(1, 2)], -1)
 
     def _paged_scores(self, i: int, rows: Tensor) -> Tensor:
-        pages = self.key.pages_of(i)
+        """Zeros for pages that nobody sees: their tokens are masked."""
+        pages, unseen, t = self.key.pages_of(i), self._unseen(i, self.key), self.key.format.t
         if not pages.numel():
             return rows.new_empty(*rows.shape[:2], 0)
-        position = self.offsets[i] + self.key.format.window.sinks
-        return self.key.reader.scores(rows, pages, self.rotation, position)
+        position = self.offsets[i] + self.key.format.window.sinks + unseen * t
+        seen = pages[unseen:]
+        scores = self.key.reader.scores(rows, seen, self.rotation, position) if seen.numel() else rows[..., :0]
+        return F.pad(scores, (unseen * t, 0))
+
+    def _unseen(self, i: int, side: Side) -> int:
+        """Pages of a sequence that are wholly behind the window of whatever comes next."""
+        behind = self.lengths[i] - self.window + 1 - side.format.window.sinks
+        return min(max(0, behind) // side.format.t, side.used[i]) if self.window else 0
 
     def _values(self, i: int, weights: Tensor, v: Tensor) -> Tensor:
         """Weighted sum float32 [h_kv, g * m, d] of all cached and the new values."""
         sinks, newest = (x.float().transpose(0, 1) for x in self.value.exact(i, self.lengths[i]))
-        pages, t = self.value.pages_of(i), self.value.format.t
-        sizes = [sinks.shape[1], pages.numel() * t, newest.shape[1], v.shape[1]]
-        to_sinks, to_pages, to_newest, to_fresh = weights.split(sizes, -1)
+        pages, unseen, t = self.value.pages_of(i), self._unseen(i, self.value), self.value.format.t
+        sizes = [sinks.shape[1], unseen * t, (pages.numel() - unseen) * t, newest.shape[1], v.shape[1]]
+        to_sinks, _, to_pages, to_newest, to_fresh = weights.split(sizes, -1)
         out = to_sinks @ sinks + to_newest @ newest + to_fresh @ v
-        return out + self.value.reader.weighted_sum(to_pages, pages) if pages.numel() else out
+        seen = pages[unseen:]
+        return out + self.value.reader.weighted_sum(to_pages, seen) if seen.numel() else out
 
     def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """The same by decoding all pages first: for many queries at once."""
         keys = self._dense_side(i, self.key, k, q.dtype)
         values = self._dense_side(i, self.value, v, q.dtype)
-        return causal_attention(q[None], keys[None], values[None], scaling)[0]
+        return causal_attention(q[None], keys[None], values[None], scaling, self.window, self.softcap)[0]
 
     def _dense_side(self, i: int, side: Side, fresh: Tensor, dtype: torch.dtype) -> Tensor:
         """All tokens of a side after RoPE, [h_kv, n + m, d]."""
@@ -187,14 +171,13 @@ class LayerCache:
 
     def select(self, sequences: list[int]) -> None:
         """Makes the batch the given old sequences, in this order; `KVCache.select` does the tables."""
-        self.lengths = [self.lengths[i] for i in sequences]
-        self.offsets = [self.offsets[i] for i in sequences]
+        super().select(sequences)
         self.key.select(sequences)
         self.value.select(sequences)
 
     def share(self, source: int, sequence: int) -> None:
         """Lets an empty sequence begin with the tokens of another; `KVCache.fork` does the tables."""
-        self.lengths[sequence], self.offsets[sequence] = self.lengths[source], self.offsets[source]
+        super().share(source, sequence)
         self.key.share(source, sequence)
         self.value.share(source, sequence)
 
@@ -205,7 +188,7 @@ class LayerCache:
 
     def release(self, sequence: int) -> None:
         """Forgets a sequence; `KVCache.release` does the tables."""
-        self.lengths[sequence] = self.offsets[sequence] = 0
+        super().release(sequence)
         self.key.used[sequence] = self.value.used[sequence] = 0
 
 
@@ -224,6 +207,7 @@ class KVCache:
                 `runtime.attention` and `runtime.pack`
     budget      bytes for everything, with max_tokens: pages are a pool for all sequences, as many as fit; `reserve`
                 says whether a sequence will find room. Raises CacheFullError if not even one page of each side fits
+    On CUDA devices raises UnsupportedModelError for what the page kernels cannot do.
     """
 
     def __init__(
@@ -240,13 +224,24 @@ class KVCache:
             raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
         if budget is not None and max_tokens is None:
             raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
+        if has_kernels(torch.device(device)):
+            require_kernels(bundle)
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, self.rotation.inv_freq.device)
-        self.layers = [LayerCache(bundle, layer, self.room, dtype, self.rotation) for layer in range(bundle.model.l)]
+        self.layers: list[LayerCache | ExactLayer] = [
+            LayerCache(bundle, layer, self.room, dtype, self.rotation) if formats
+            else ExactLayer(bundle, layer, self.room, dtype)
+            for layer, formats in enumerate(bundle.layers)
+        ]  # fmt: skip
 
-    def __iter__(self) -> Iterator[LayerCache]:
+    def __iter__(self) -> Iterator[LayerCache | ExactLayer]:
         return iter(self.layers)
+
+    @property
+    def paged(self) -> list[LayerCache]:
+        """Layers with a format: all of them on CUDA devices."""
+        return [layer for layer in self.layers if isinstance(layer, LayerCache)]
 
     @property
     def b(self) -> int:
@@ -265,11 +260,10 @@ class KVCache:
 
     @property
     def bits(self) -> float:
-        """Bits per cached number with everything counted: `nbytes` and the bundle's tensors over the numbers held."""
-        model = self.bundle.model
-        shared = sum(side.geometry.bundle_bytes for layer in self.layers for side in (layer.key, layer.value))
-        numbers = 2 * model.l * model.h_kv * model.d * sum(self.lengths)
-        return 8 * (self.nbytes + shared) / numbers if numbers else float("nan")
+        """Bits per cached number with everything counted, as `CacheGeometry.bits` counts them."""
+        geometry = self.bundle.geometry
+        numbers = sum(geometry.numbers(n) for n in self.lengths)
+        return 8 * (self.nbytes + geometry.bundle_bytes) / numbers if numbers else float("nan")
 
     def select(self, sequences: list[int]) -> None:
         """Makes the batch the given old sequences: reorders, repeats (sharing pages) or drops them."""

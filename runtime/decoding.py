@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from runtime.cache import KVCache
-from runtime.exact import causal_attention
 from runtime.side import has_kernels
 from runtime.step import StepInputs
 
@@ -83,7 +82,7 @@ class Prompt:
         return logits[0]
 
     def _at_once(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        out = causal_attention(q, k, v, scaling).transpose(1, 2)
+        out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
         self.kv.layers[layer].append(self.sequence, k[0], v[0])
         return out
 
@@ -91,7 +90,7 @@ class Prompt:
         end = self.done + k.shape[2]
         keys, values = self._dense[layer]
         keys[:, :, self.done : end], values[:, :, self.done : end] = k, v
-        return causal_attention(q, keys[:, :, :end], values[:, :, :end], scaling).transpose(1, 2)
+        return self.kv.layers[layer].prompt(q, keys[:, :, :end], values[:, :, :end], scaling).transpose(1, 2)
 
 
 class HostSteps:
@@ -145,7 +144,7 @@ class DeviceSteps:
         out = step.run(
             [tokens.get(i, 0) for i in range(step.b)], [lengths[i] + 1 if i in tokens else 1 for i in range(step.b)]
         )
-        for layer in self.kv:
+        for layer in self.kv.paged:
             layer.advance(list(tokens))
             if (kernels := layer.loaded_step) and kernels.on_host:
                 for i in tokens:
@@ -182,7 +181,7 @@ class DeviceStep:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
-        self.kv.layers[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2))
+        self.kv.paged[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2))
         return out
 
 

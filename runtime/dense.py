@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from artifacts import ModelFingerprint
 from runtime.decoding import Decoder, captured
 from runtime.exact import causal_attention
 
 
 class DenseCache:
-    """Keys and values of `b` sequences of one length, for at most `capacity` tokens each.
+    """Keys and values of `b` sequences of one length, for at most `capacity` tokens each, in layers that slide as well.
 
-    layers, h_kv, d  of the model; dtype and device are the decoder's
+    model: the decoder's; dtype and device are the decoder's.
     """
 
-    def __init__(self, decoder: Decoder, layers: int, h_kv: int, d: int, b: int, capacity: int):
-        self.decoder, self.length = decoder, 0
-        size = (layers, 2, b, h_kv, capacity, d)
+    def __init__(self, decoder: Decoder, model: ModelFingerprint, b: int, capacity: int):
+        self.decoder, self.model, self.length = decoder, model, 0
+        size = (model.l, 2, b, model.h_kv, capacity, model.d)
         self.numbers = torch.zeros(size, dtype=decoder.dtype, device=decoder.device)
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
 
@@ -42,7 +43,8 @@ class DenseCache:
         # cuDNN is the fastest of PyTorch's for one query over many keys; prompts are left to PyTorch's choice.
         one = k.shape[2] == 1 and k.device.type == "cuda" and k.dtype != torch.float32
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if one else nullcontext():
-            return causal_attention(q, keys[:, :, :end], values[:, :, :end], scaling).transpose(1, 2)
+            window, softcap = self.model.window(layer), self.model.softcap
+            return causal_attention(q, keys[:, :, :end], values[:, :, :end], scaling, window, softcap).transpose(1, 2)
 
     def capture(self, length: int) -> torch.cuda.CUDAGraph:
         """A CUDA graph of the step that appends token `length`, over and over: its time is that of this length."""

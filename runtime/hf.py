@@ -28,12 +28,14 @@ from transformers import (
     TextStreamer,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from artifacts import Bundle, ModelFingerprint, Rope
-from artifacts.errors import SignpostError
+from artifacts import Bundle, LayerFormat, ModelFingerprint, Rope
+from artifacts.errors import SignpostError, UnsupportedModelError
 from runtime.cache import KVCache
 from runtime.rope import Rotation
+from runtime.side import has_kernels
+from runtime.units import require_kernels
 
 __all__ = [
     "AttendingCache",
@@ -42,8 +44,14 @@ __all__ = [
     "TextStreamer",
     "UnsupportedModelError",
     "fingerprint",
+    "kv_heads",
     "load_causal_lm",
+    "require_fit",
+    "require_keys_and_values",
+    "require_one_rope",
     "rotary",
+    "rotary_by_layer",
+    "sliding_windows",
 ]
 
 ATTENTION = "signpost"  # our name in transformers' registries
@@ -53,29 +61,35 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequenc
 _HASHED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "rope_parameters",
+    "tie_word_embeddings", "rope_parameters", "query_pre_attn_scalar", "clip_qkv", "final_logit_softcapping",
+    "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
 
 _active: ContextVar["AttendingCache | None"] = ContextVar("signpost_active_cache", default=None)
 
 
-class UnsupportedModelError(SignpostError, ValueError):
-    """The model's attention is of a kind that cannot be compressed (yet)."""
-
-
 class AttendingCache(Cache):
-    """A transformers cache that computes attention itself, for one model. Subclasses give `attend`: `SignpostCache`."""
+    """A transformers cache that computes attention itself, for one model. Subclasses give `attend`: `SignpostCache`.
+
+    sliding, softcap: of the model, as in `ModelFingerprint`. Raises UnsupportedModelError for windows of other kinds.
+    """
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__(layers=cast(Any, [_Layer() for _ in range(text_config(model).num_hidden_layers)]))
+        config = text_config(model)
+        super().__init__(layers=cast(Any, [_Layer() for _ in range(config.num_hidden_layers)]))
+        self.sliding, self.softcap = sliding_windows(config), softcap_of(config)
         self.base = weakref.ref(attach(model))
         self._mask: Tensor | None = None  # the last pass's
         self._valid: Tensor | None = None
 
+    def window(self, layer: int) -> int:
+        """How many of the newest tokens a query of this layer sees, itself included; 0: all."""
+        return self.sliding[layer] if self.sliding else 0
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
-        """Attention of one layer; shapes as in `runtime.cache.LayerCache.attend`."""
+        """Attention of one layer; shapes as in `runtime.layer.CacheLayer.attend`."""
         raise NotImplementedError
 
     def check(self, base: nn.Module) -> None:
@@ -121,11 +135,13 @@ class SignpostCache(AttendingCache):
     model       any supported decoder (`fingerprint` says); its batches may be padded on the left
     bundle      calibrated for this model, else BundleMismatchError
     max_tokens  tokens to reserve per sequence (None: grow by doubling), as in `runtime.cache.KVCache`
-    Raises UnsupportedModelError for models that cannot be compressed.
+    Raises UnsupportedModelError for models that cannot be compressed, or not on the device where this one is.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
-        bundle.model.require(fingerprint(model))
+        require_fit(model, bundle)
+        if has_kernels(model.device):
+            require_kernels(bundle)
         super().__init__(model)
         self.bundle, self.max_tokens = bundle, max_tokens
         self.kv: KVCache | None = None  # made at the first call, which tells batch, dtype and device
@@ -229,10 +245,13 @@ def _attention(
     cache = _active.get()
     if cache is None:
         raise RuntimeError("signpost attention runs only inside a forward pass with past_key_values=SignpostCache(...)")
-    if dropout or softcap or sliding_window or s_aux is not None:
+    layer = cast(int, module.layer_idx)
+    known = (sliding_window or 0, softcap) == (cache.window(layer), cache.softcap)
+    if dropout or not known or s_aux is not None:
         raise UnsupportedModelError(
-            f"attention with dropout={dropout}, softcap={softcap}, sliding_window={sliding_window}, "
-            f"{'learned' if s_aux is not None else 'no'} sink logits is not supported yet"
+            f"attention of layer {layer} with dropout={dropout}, softcap={softcap}, sliding_window={sliding_window}, "
+            f"{'learned' if s_aux is not None else 'no'} sink logits is not supported: its configuration says "
+            f"softcap={cache.softcap} and a window of {cache.window(layer) or 'all'} tokens; no more can be done"
         )
     if query.requires_grad:
         raise RuntimeError("a compressed cache is for inference: call the model under torch.no_grad()")
@@ -240,7 +259,7 @@ def _attention(
         raise UnsupportedModelError(f"{type(module).__name__} does not pass position_ids to its attention function")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"an attention mask of {attention_mask.dim()} dimensions: only [batch, tokens] is supported")
-    m, layer = query.shape[2], cast(int, module.layer_idx)
+    m = query.shape[2]
     out = cache.attend(layer, query, key, value, position_ids, cache.valid(attention_mask, m), scaling)
     cast(_Layer, cache.layers[layer]).seen += m
     return out, None
@@ -251,10 +270,15 @@ def _padding_mask(
     kv_length: int,
     attention_mask: Tensor | None = None,
     mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Mask function as transformers calls it: the two-dimensional padding mask itself, or None if nothing is padded."""
-    if mask_function is not causal_mask_function:
+    """Mask function as transformers calls it: the two-dimensional padding mask itself, or None if nothing is padded.
+
+    What else a mask says, causality and the layer's window (local_size), our attention knows.
+    """
+    known = sliding_window_causal_mask_function(local_size) if local_size else causal_mask_function
+    if not _same(mask_function, known):
         raise UnsupportedModelError("attention masks other than causal ones are not supported yet")
     if attention_mask is None or bool(attention_mask.all()):
         return None
@@ -266,6 +290,17 @@ def _padding_mask(
     if cache := _active.get():
         cache.check_mask(attention_mask[:, : kv_length - q_length])
     return attention_mask.bool()
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions run the same code over the same values: mask functions are made anew for every pass."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if callable(one) and callable(other):
+        alike = getattr(one, "__code__", one) is getattr(other, "__code__", other)
+        cells = [tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, other)] if alike else []
+        return alike and _same(*cells)
+    return type(one) is type(other) is int and one == other
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -333,11 +368,13 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
         architecture=type(model).__name__,
         l=config.num_hidden_layers,
         h_q=h_q,
-        h_kv=getattr(config, "num_key_value_heads", None) or h_q,
+        h_kv=kv_heads(config),
         d=getattr(config, "head_dim", None) or config.hidden_size // h_q,
         rope=rope,
         config_hash=config_hash(config),
         weights_hash=_digest(index),
+        sliding=sliding_windows(config),
+        softcap=softcap_of(config),
     )
 
 
@@ -346,61 +383,123 @@ def config_hash(config: Any) -> str:
     return _digest({name: getattr(config, name) for name in _HASHED if hasattr(config, name)})
 
 
+def kv_heads(config: Any) -> int:
+    """Heads of keys and values, as configurations call them."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    named = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
+    return next(heads for heads in named if heads)
+
+
+def softcap_of(config: Any) -> float | None:
+    """At what the model caps its attention logits, or None."""
+    return getattr(config, "attn_logit_softcapping", None)
+
+
+def sliding_windows(config: Any) -> tuple[int, ...]:
+    """The layers' windows, as in `ModelFingerprint.sliding`. Raises UnsupportedModelError for layers of other kinds."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    sliding = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [sliding] * config.num_hidden_layers
+    if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of kind {', '.join(unknown)}: supported are full_attention and "
+            "sliding_attention"
+        )
+    found = tuple(int(window) if window and kind == "sliding_attention" else 0 for kind in kinds)
+    return found if any(found) else ()
+
+
+def require_fit(model: PreTrainedModel, bundle: Bundle) -> None:
+    """Raises BundleMismatchError for a bundle of another model, and what `fingerprint` and `require_one_rope` raise."""
+    bundle.model.require(fingerprint(model))
+    require_one_rope(model, bundle.layers)
+
+
+def require_one_rope(model: PreTrainedModel, layers: Sequence[LayerFormat | None]) -> None:
+    """Raises UnsupportedModelError where keys are to be packed before a RoPE that is not the bundle's.
+
+    A bundle holds the frequencies of the layers that see all tokens; Gemma 3 turns the keys of the others otherwise.
+    """
+    rope, frequencies = rotary(model)
+    for layer, (formats, (its, own)) in enumerate(zip(layers, rotary_by_layer(model), strict=True)):
+        if formats and formats.key.domain == "pre_rope" and not (its == rope and torch.equal(own, frequencies)):
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(model).__name__} has a rotary embedding of its own, and a bundle holds one: "
+                f"keep it in full precision (method.layers={{{layer}: null}}) or pack its keys with domain=post_rope"
+            )
+
+
 def rotary(model: PreTrainedModel) -> tuple[Rope, Tensor]:
     """The model's rotary embedding and its inverse frequencies, float32 [dim / 2], on the CPU.
 
+    Where layers differ, that of the layers that see all tokens. Raises UnsupportedModelError for what is none of ours.
+    """
+    windows = sliding_windows(text_config(model))
+    return rotary_by_layer(model)[windows.index(0) if 0 in windows else 0]
+
+
+def rotary_by_layer(model: PreTrainedModel) -> list[tuple[Rope, Tensor]]:
+    """As `rotary`, by layer."""
+    config, modules = text_config(model), [m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")]
+    kinds = getattr(modules[0], "rope_type", "default") if modules else None
+    if not isinstance(kinds, dict):
+        return [_rotary(model, modules, kinds, "")] * config.num_hidden_layers
+    by_type = {name: _rotary(model, modules, kind, name) for name, kind in kinds.items()}
+    return [by_type[name] for name in config.layer_types]
+
+
+def _rotary(model: PreTrainedModel, modules: list[Any], kind: str | None, layer_type: str) -> tuple[Rope, Tensor]:
+    """That of layers of one type, "" where all types have the same.
+
     The layout is found by comparing with the model's own rotation of random keys, not guessed from the model's name.
     """
-    name = type(model).__name__
-    modules = [m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")]
-    if not modules or not hasattr(modules[0], "inv_freq"):
+    name, prefix = type(model).__name__, f"{layer_type}_" if layer_type else ""
+    if not modules or not hasattr(modules[0], f"{prefix}inv_freq"):
         raise UnsupportedModelError(
             f"{name} has no rotary embedding that applies to all layers alike; supported are decoders with rotary "
             "embeddings (Llama, Mistral, Qwen2, Qwen3 and relatives)"
         )
     embedding = cast(Any, modules[0])
-    kind = getattr(embedding, "rope_type", "default")
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(
             f"{name}: RoPE of type {kind!r} changes its frequencies with the length; "
             f"supported are {', '.join(ROPE_KINDS)}"
         )
-    frequencies = embedding.inv_freq.detach().float().cpu()
-    scaling = float(getattr(embedding, "attention_scaling", 1.0))
+    frequencies = getattr(embedding, f"{prefix}inv_freq").detach().float().cpu()
+    scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
     for layout in ("half", "interleaved"):
         rope = Rope(2 * frequencies.numel(), layout, scaling, kind)
-        if _rotates_alike(model, embedding, rope, frequencies):
+        if _rotates_alike(model, embedding, layer_type, rope, frequencies):
             return rope, frequencies
     raise UnsupportedModelError(f"{name} rotates its keys in a way that is neither half nor interleaved RoPE")
 
 
-def _rotates_alike(model: PreTrainedModel, embedding: Any, rope: Rope, frequencies: Tensor) -> bool:
+def _rotates_alike(model: PreTrainedModel, embedding: Any, layer_type: str, rope: Rope, frequencies: Tensor) -> bool:
     attention = next(m for m in model.modules() if hasattr(m, "layer_idx") and type(m).__name__.endswith("Attention"))
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return False
-    device = embedding.inv_freq.device
+    device = next(embedding.buffers()).device
     keys = torch.randn(1, 1, 4, rope.dim, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 7, 100]])
-    cos, sin = embedding(keys.to(device), positions.to(device))
+    cos, sin = embedding(keys.to(device), positions.to(device), *([layer_type] if layer_type else []))
     theirs = apply(keys.to(device), keys.to(device), cos, sin)[1].float().cpu()
     ours = Rotation(rope, frequencies).rotate(keys, positions[0])
     return theirs.shape == ours.shape and torch.allclose(theirs, ours, atol=1e-4 * rope.scaling)
 
 
-def _require_supported(model: PreTrainedModel, config: Any) -> None:
-    name = type(model).__name__
+def require_keys_and_values(config: Any) -> None:
+    """Raises UnsupportedModelError for the configuration of a model that caches something else."""
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
-            f"{name} caches a latent vector (MLA), not keys and values: there is nothing to compress"
+            f"{config.model_type} caches a latent vector (MLA), not keys and values: there is nothing to compress"
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds != {"full_attention"} or (window and getattr(config, "use_sliding_window", True)):
-        raise UnsupportedModelError(
-            f"{name} has layers of kind {', '.join(sorted(kinds))} and sliding_window={window}: "
-            "only full attention in all layers is supported yet"
-        )
+
+
+def _require_supported(model: PreTrainedModel, config: Any) -> None:
+    name = type(model).__name__
+    require_keys_and_values(config)
     if not all(getattr(config, "no_rope_layers", None) or [True]):
         raise UnsupportedModelError(f"{name} has layers without rotary embedding: all layers must have it")
     if not getattr(model, "_supports_attention_backend", False):

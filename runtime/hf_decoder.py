@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle
 from runtime.decoding import Attend
-from runtime.hf import AttendingCache, fingerprint, text_config
+from runtime.hf import AttendingCache, require_fit, text_config
 
 
 class _Relay(AttendingCache):
@@ -30,7 +30,7 @@ class HFDecoder:
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None):
         if bundle is not None:
-            bundle.model.require(fingerprint(model))
+            require_fit(model, bundle)
         self.model, self._cache = model, _Relay(model)
         config = text_config(model)
         self.positions = cast("int | None", getattr(config, "max_position_embeddings", None))

@@ -301,7 +301,7 @@ def units(bundle: Bundle, arch: str) -> list[Unit]:
     """What packs a bundle's pages on `arch`, for float16 and bfloat16 models, each unit once: a layer at a time, and
     all layers that are alike at once. Raises as `plan`."""
     rope = bundle.model.rope
-    alike = Counter(geometry for layer in bundle.geometry.layers for geometry in layer)
+    alike = Counter(bundle.geometry.sides)
     found = []
     for (geometry, count), dtype in product(alike.items(), (torch.float16, torch.bfloat16)):
         turned = rope if geometry.format.domain == "pre_rope" else None

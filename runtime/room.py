@@ -22,9 +22,10 @@ class Room:
     ):  # fmt: skip
         self.b, self.max_tokens, self.prompt, self.device, self.budget = b, max_tokens, prompt, device, budget
         self.geometries: dict[Filling, list[PageGeometry]] = {}
-        for side in (side for layer in geometry.layers for side in layer):
+        for side in geometry.sides:
             self.geometries.setdefault(filling(side.format), []).append(side)
-        share = 1.0 if budget is None else self._share(budget, full_bytes)
+        exact = b * geometry.exact_bytes(max_tokens or 0, full_bytes)
+        share = 1.0 if budget is None else self._share(budget, exact, full_bytes)
         self.tables = {key: self._tables(sides, share) for key, sides in self.geometries.items()}
         self.sides: list[Side] = []
         self._inputs: StepInputs | None = None
@@ -40,9 +41,9 @@ class Room:
         pages = fmt.window.pages(self.max_tokens, fmt.t)
         return pages, side.segments(pages, fmt.window.pages(min(self.prompt, self.max_tokens), fmt.t))
 
-    def _share(self, budget: int, full_bytes: int) -> float:
-        """Which part of the pages for b full sequences fits the budget, at most 1."""
-        fixed = pages = 0
+    def _share(self, budget: int, exact: int, full_bytes: int) -> float:
+        """Which part of the pages for b full sequences fits the budget behind `exact` bytes, at most 1."""
+        fixed, pages = exact, 0
         for sides in self.geometries.values():
             for side in sides:
                 fmt, shape = side.format, side.shape
@@ -51,10 +52,11 @@ class Room:
                 fixed += self.b * (exact * shape.h_kv * shape.d * full_bytes + TABLE_BYTES * count)
                 pages += self.b * (count * side.page_bytes + segments * shape.h_kv * side.segment_bytes)
         share = (budget - fixed) / pages if pages else 1.0
-        if any(int(share * self.b * self._reserved(sides[0])[0]) < 1 for sides in self.geometries.values() if pages):
+        each = [int(share * self.b * self._reserved(sides[0])[0]) for sides in self.geometries.values() if pages]
+        if budget < fixed or min(each, default=1) < 1:
             raise CacheFullError(
-                f"budget={budget}: windows and tables of {self.b} sequences take {fixed} bytes, and a page of each "
-                f"side must fit behind them: give more, or fewer sequences (b={self.b})"
+                f"budget={budget}: full precision and tables of {self.b} sequences take {fixed} bytes, and a page of "
+                f"each side must fit behind them: give more, or fewer sequences (b={self.b})"
             )
         return min(1.0, share)
 

@@ -6,6 +6,7 @@ all from `artifacts.geometry`), the model's dimensions, and wraps the kernels of
 
 from artifacts import Bundle, PageGeometry, Rope
 from artifacts.codes import RUN
+from artifacts.errors import UnsupportedModelError
 from artifacts.order import TILE
 from runtime.jit import Unit
 from runtime.parts.sketch import unbiasing
@@ -111,12 +112,31 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_phases"))
 
 
+def require_kernels(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a bundle whose attention the page kernels cannot compute."""
+    model = bundle.model
+    lacking = {
+        f"attention logits capped at softcap={model.softcap}": model.softcap is not None,
+        f"sliding windows of {max(model.sliding, default=0)} tokens": any(model.sliding),
+        "layers in full precision": None in bundle.layers,
+    }
+    if found := [what for what, is_there in lacking.items() if is_there]:
+        raise UnsupportedModelError(
+            f"{model.name}: the kernels for CUDA devices cannot do {' and '.join(found)} yet: decode on the CPU "
+            "(device=cpu), or without a compressed cache"
+        )
+
+
 def units(bundle: Bundle) -> list[Unit]:
-    """What a decode step of one token launches for this bundle, for float16 and bfloat16 models, each unit once."""
+    """What a decode step of one token launches for this bundle, for float16 and bfloat16 models, each unit once.
+
+    Raises as `require_kernels`.
+    """
+    require_kernels(bundle)
     model = bundle.model
     found = {
         attend_unit(key, value, model.rope, dtype, min(MOST_ROWS, model.h_q // model.h_kv)): None
-        for key, value in bundle.geometry.layers
+        for key, value in bundle.geometry.pairs
         for dtype in ("__half", "__nv_bfloat16")
     }
     return list(found)

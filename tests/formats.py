@@ -264,7 +264,7 @@ def _orthogonal(kind: str, d: int, rng: np.random.Generator) -> NDArray[np.float
 
 
 def random_bundle(
-    layers: Iterable[LayerFormat],
+    layers: Iterable[LayerFormat | None],
     h_q: int,
     h_kv: int,
     d: int,
@@ -280,7 +280,7 @@ def random_bundle(
         inv_freq = (10000.0 ** -(np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
     tensors: dict[str, NDArray[Any]] = {"rope.inv_freq": inv_freq}
     for layer, formats in enumerate(layers):
-        for number, (side, fmt) in enumerate([("key", formats.key), ("value", formats.value)]):
+        for number, (side, fmt) in enumerate([("key", formats.key), ("value", formats.value)] if formats else []):
             for name, tensor in random_tensors(fmt, h_kv, d, 2 * layer + number).items():
                 tensors[f"layers.{layer}.{side}.{name}"] = tensor
     return Bundle("random", replace(model, l=len(layers)), layers, tensors)

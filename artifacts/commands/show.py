@@ -41,7 +41,18 @@ def _model(facts: dict[str, Any]) -> Table:
         "tensors": f"{facts['tensors']['count']}, {facts['tensors']['bytes'] / 1024:.1f} KiB",
         "pages": f"{facts['bytes_per_token']:g} bytes per token, all layers",
     }
-    return pairs("Bundle", rows)
+    return pairs("Bundle", rows | _attention(model))
+
+
+def _attention(model: dict[str, Any]) -> dict[str, str]:
+    """What only some models do."""
+    rows = {}
+    if windows := sorted({window for window in model.get("sliding", ()) if window}):
+        count = sum(window > 0 for window in model["sliding"])
+        rows["sliding windows"] = f"{', '.join(map(str, windows))} tokens in {count} of {model['l']} layers"
+    if "softcap" in model:
+        rows["attention logits"] = f"capped at {model['softcap']:g}"
+    return rows
 
 
 def _formats(facts: dict[str, Any]) -> Table:
@@ -51,9 +62,12 @@ def _formats(facts: dict[str, Any]) -> Table:
     for group in facts["formats"]:
         for side in ("key", "value"):
             shown, fmt = group[side], group[side]["format"]
-            window = f"{fmt['window']['sinks']} first, {fmt['window']['recent']} last"
-            cells = (f"{shown['page_bits']:.3f}", f"{shown['bytes_per_token']:g}", str(fmt["t"]), window)
-            table.add_row(*map(Text, (layer_range(group), side, *cells, fmt["domain"], shown["words"])))
+            paged = ("", "all", "")
+            if fmt:
+                window = f"{fmt['window']['sinks']} first, {fmt['window']['recent']} last"
+                paged = (str(fmt["t"]), window, fmt["domain"])
+            sizes = (f"{shown['page_bits']:.3f}", f"{shown['bytes_per_token']:g}")
+            table.add_row(*map(Text, (layer_range(group), side, *sizes, *paged, shown["words"])))
     return table
 
 

@@ -52,9 +52,8 @@ class Budget:
         """Tokens at which the cost counts."""
         return LONG if self.tokens is None else self.tokens
 
-    def allowed(self, l: int, h_kv: int, d: int) -> int:
-        """Bytes for l layers of h_kv kv heads of d channels. Raises ConfigError where fp16 would fit as well."""
-        numbers = 2 * l * h_kv * d * self.length
+    def allowed(self, numbers: int) -> int:
+        """Bytes in the place of so many numbers in full precision. Raises ConfigError where fp16 would fit as well."""
         allowed = int(self.bits * numbers / 8) if self.bits is not None else self.size or 0
         if allowed >= 2 * numbers:
             raise ConfigError(
@@ -66,5 +65,4 @@ class Budget:
 
 def spent(geometry: CacheGeometry, tokens: int) -> int:
     """Bytes that count against a budget: the cache of one sequence and the bundle's tensors."""
-    sides = [side for layer in geometry.layers for side in layer]
-    return geometry.cache_bytes(tokens) + sum(side.bundle_bytes for side in sides)
+    return geometry.cache_bytes(tokens) + geometry.bundle_bytes

@@ -1,6 +1,6 @@
 """What a budget chooses from: formats of keys and of values, each with every filling."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,16 @@ class Candidates:
             )
         return from_json(Format, {**self.variants[side][name], **settings}, f"candidates.{side}.variants.{name}")
 
-    def recipes(self, l: int) -> list[list[LayerRecipe]]:
-        """Uniform recipes that between them hold every variant of both sides, all at the first filling."""
+    def recipes(self, l: int, sliding: Sequence[int] = ()) -> list[list[LayerRecipe | None]]:
+        """Uniform recipes that between them hold every variant of both sides, all at the first filling.
+
+        sliding: as in `ModelFingerprint`; where some layers slide, these stay in full precision, which is bounded.
+        """
         lists = [[self.format(side, name, self.fillings[0]) for name in self.names(side)] for side in SIDES]
         count = max(map(len, lists))
         pairs = [LayerFormat(*(formats[i % len(formats)] for formats in lists)) for i in range(count)]
-        return [[LayerRecipe(pair)] * l for pair in pairs]
+        exact = [0 in sliding and window > 0 for window in sliding or [0] * l]
+        return [[None if exact[layer] else LayerRecipe(pair) for layer in range(l)] for pair in pairs]
 
     def check(self, h_kv: int, d: int) -> None:
         """Raises FormatError for a candidate that does not fit the model."""

@@ -36,7 +36,7 @@ Tensors = Mapping[str, NDArray[np.generic]]
 
 class Damages(NamedTuple):
     """Nats per token, float64: of each variant at the first filling, key and value [l, variants]; and of each filling
-    with the variant of middling size, [l, 2, fillings].
+    with the variant of middling size, [l, 2, fillings]. Layers that stay in full precision have the least there is.
     """
 
     key: NDArray[np.float64]
@@ -61,13 +61,13 @@ class OneSide(AttendingCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         if layer != self.layer:
-            return causal_attention(q, k, v, scaling).transpose(1, 2)
+            return causal_attention(q, k, v, scaling, self.window(layer), self.softcap).transpose(1, 2)
         key, value = Both(k, k, self.format), Both(v, v, self.format)
         if self.side == 0:
             key = key._replace(packed=packed(k, self.format, self.codec, self.rotation))
         else:
             value = value._replace(packed=packed(v, self.format, self.codec, None))
-        return attend_both(q, key, value, scaling)
+        return attend_both(q, key, value, scaling, self.window(layer), self.softcap)
 
 
 @torch.no_grad()
@@ -84,7 +84,8 @@ def measure(
     fitted: bundles that hold the tensors, by `<side>.<variant>`. Raises ActivationError for NaN or infinity.
     """
     l = text_config(model).num_hidden_layers
-    mine = [layer for layer in range(l) if work.ranks.owner(layer) == work.ranks.rank]
+    formats = next(iter(fitted.values())).layers
+    mine = [layer for layer in range(l) if formats[layer] and work.ranks.owner(layer) == work.ranks.rank]
     keys, values, fillings = (len(candidates.names("key")), len(candidates.names("value")), len(candidates.fillings))
     found = Damages(np.zeros((l, keys)), np.zeros((l, values)), np.zeros((l, 2, fillings)))
     steps = ids.shape[0] * len(mine) * (keys + values + 2 * (fillings - 1))

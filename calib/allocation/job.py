@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from artifacts import Bundle, load
+from artifacts import Bundle, CacheGeometry, load
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import Candidates
 from calib.allocation.damage import measure
@@ -21,8 +21,10 @@ from calib.config import ConfigError, Settings
 from calib.data import Tokens, text_files
 from calib.devices import place
 from calib.inputs import of_model, versions
+from calib.memory import within_memory
 from calib.passes import Work
 from calib.pipeline import (
+    LOADING,
     UNSEEN,
     arrays,
     calibration_text,
@@ -39,7 +41,14 @@ from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import config_hash, fingerprint, load_causal_lm
+from runtime.hf import (
+    config_hash,
+    fingerprint,
+    load_causal_lm,
+    require_keys_and_values,
+    require_one_rope,
+    sliding_windows,
+)
 
 _METHOD = ("method", "bits", "outliers", "sinks")  # settings that a budget takes the place of
 
@@ -71,7 +80,8 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     if known and (not ranks.first or config.eval.source == "none"):
         return None
     dtype = model_dtype(config.model.dtype, placed.device)
-    source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
+    with within_memory(*LOADING):
+        source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
     with bars(console) if ranks.first else nullcontext() as progress:
         text = evaluation_text(settings, source, progress) if ranks.first else None
         if not known:
@@ -100,7 +110,9 @@ def tabulate(
     """Fits and measures all candidates; every rank of `work` returns the same."""
     info, start = fingerprint(model), time.monotonic()
     work = replace(work, inputs=dict(work.inputs) | {"tokens": tokens.digest, "shape": list(tokens.ids.shape)})
-    recipes = candidates.recipes(info.l)
+    recipes = candidates.recipes(info.l, info.sliding)
+    for recipe in recipes:
+        require_one_rope(model, [layer.formats if layer else None for layer in recipe])
     found = collect_all(Tap(model), tokens.ids, recipes, candidates.method, info.h_kv, info.d, progress, work)
     bundles = tuple(Bundle("candidates", info, formats, arrays(model, tensors)) for formats, tensors in found)
     fitting, start = time.monotonic() - start, time.monotonic()
@@ -127,8 +139,10 @@ def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
     model = known_config(settings)
     if model is None:
         return
+    require_keys_and_values(model)
     candidates.check(*heads(model))
-    budget.allowed(model.num_hidden_layers, *heads(model))
+    full = CacheGeometry.of([None] * model.num_hidden_layers, *heads(model), sliding_windows(model))
+    budget.allowed(full.numbers(budget.length))
     check_lengths(settings, model)
 
 

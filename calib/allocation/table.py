@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class Table:
         """Whose damages these are."""
         return self.bundles[0].model
 
+    @property
+    def layers(self) -> list[int]:
+        """Those that a format is chosen for; the others stay in full precision."""
+        return [layer for layer, formats in enumerate(self.bundles[0].layers) if formats]
+
     def fitted(self, side: str, name: str) -> Bundle:
         """The bundle that holds a variant's tensors."""
         return fitted(self.candidates, self.bundles)[f"{side}.{name}"]
@@ -69,34 +74,36 @@ class Table:
         return self.mixture(choice.candidates, {"allocation": allocation}, f"auto-{budget.text}")
 
     def mixture(self, chosen: NDArray[np.int64], provenance: Mapping[str, Any], recipe: str) -> Bundle:
-        """The bundle of these candidates, int64 [2 l] as `choose` numbers them, keys and values in turn."""
+        """The bundle of these candidates, int64 [2 layers] as `choose` numbers them, keys and values in turn."""
         candidates = self.candidates
-        layers, tensors = [], {"rope.inv_freq": self.bundles[0].tensors["rope.inv_freq"]}
-        for layer in range(self.model.l):
+        layers: list[LayerFormat | None] = [None] * self.model.l
+        tensors = {"rope.inv_freq": self.bundles[0].tensors["rope.inv_freq"]}
+        for row, layer in enumerate(self.layers):
             formats = {}
             for index, side in enumerate(SIDES):
-                variant, filling = divmod(int(chosen[2 * layer + index]), len(candidates.fillings))
+                variant, filling = divmod(int(chosen[2 * row + index]), len(candidates.fillings))
                 name = candidates.names(side)[variant]
                 formats[side] = candidates.format(side, name, candidates.fillings[filling])
                 prefix, source = f"layers.{layer}.{side}.", self.fitted(side, name)
                 tensors |= {n: t for n, t in source.tensors.items() if n.startswith(prefix)}
-            layers.append(LayerFormat(**formats))
+            layers[layer] = LayerFormat(**formats)
         return Bundle(recipe, self.model, tuple(layers), tensors, {**self.provenance, **provenance})
 
     def choose(self, budget: Budget) -> Choice:
         """The candidate of every side: variant times the number of fillings, plus the filling. Raises as `bundle`."""
         self.candidates.require_length(budget)
-        model = self.model
-        allowed = budget.allowed(model.l, model.h_kv, model.d)
+        geometry = self.bundles[0].geometry
+        allowed = budget.allowed(geometry.numbers(budget.length)) - geometry.exact_bytes(budget.length)
         sizes, groups = zip(*(self._costs(side, budget.length) for side in SIDES), strict=True)
         width = max(len(size) for size in sizes)
-        damage = np.full((model.l, 2, width), np.inf)
-        size, group = np.zeros((model.l, 2, width), np.int64), np.zeros((model.l, 2, width), np.int64)
+        layers = self.layers
+        damage = np.full((len(layers), 2, width), np.inf)
+        size, group = np.zeros((len(layers), 2, width), np.int64), np.zeros((len(layers), 2, width), np.int64)
         for index in range(2):
             count = len(sizes[index])
-            damage[:, index, :count] = self.damages.of(index).reshape(model.l, count)
+            damage[:, index, :count] = self.damages.of(index)[layers].reshape(-1, count)
             size[:, index, :count], group[:, index, :count] = sizes[index], groups[index]
-        sides = 2 * model.l, width
+        sides = 2 * len(layers), width
         return solve(damage.reshape(sides), size.reshape(sides), group.reshape(sides), allowed)
 
     def _costs(self, side: Any, n: int) -> tuple[list[int], list[int]]:
@@ -119,7 +126,7 @@ class Table:
         data = dump_tensors(tensors)
         record = {
             "version": VERSION,
-            "model": asdict(self.model),
+            "model": self.model.to_json(),
             "candidates": self.candidates.data,
             "damage": {name: x.tolist() for name, x in self.damages._asdict().items()},
             "provenance": self.provenance,
@@ -151,10 +158,10 @@ class Table:
                 Bundle(
                     f"table {i}",
                     model,
-                    tuple(recipe.formats for recipe in recipes),
+                    tuple(recipe.formats if recipe else None for recipe in recipes),
                     {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{i}.")},
                 )
-                for i, recipes in enumerate(candidates.recipes(model.l))
+                for i, recipes in enumerate(candidates.recipes(model.l, model.sliding))
             )
             return cls(candidates, damages, bundles, record["provenance"])
         except (OSError, KeyError, TypeError, ValueError, FormatError, SafetensorError) as error:

@@ -51,7 +51,7 @@ def sensitivity(observation: Observation) -> Figure:
         axes.bar(place - 0.2, parts[:count], 0.4, color=KEY, label="keys")
         axes.bar(place + 0.2, parts[count:], 0.4, color=VALUE, label="values")
         axes.set(title=title, xlabel="layer", ylabel="share of all layers")
-        _whole_ticks(axes, count)
+        _layer_ticks(axes, observation.numbers)
     panels[0].legend(frameon=False)
     return figure
 
@@ -72,7 +72,7 @@ def magnitudes(observation: Observation) -> Figure:
         for head in range(1, heads):
             axes.axvline(head * d - 0.5, color="white", linewidth=0.8)
         axes.set(title=title, ylabel="layer", xlabel=f"channel ({heads} heads of {d})")
-        _whole_ticks(axes, len(layers), vertical=True)
+        _layer_ticks(axes, observation.numbers, vertical=True)
         figure.colorbar(image, ax=axes, label="mean |x|", pad=0.01)
     return figure
 
@@ -96,7 +96,8 @@ def thresholds(bundle: Bundle) -> Figure | None:
 
 def signposts(observation: Observation, side: int) -> Figure | None:
     """Codebook values over the weighted histogram of normalized numbers, layer by layer; None without codes."""
-    found = [(i, pair[side]) for i, pair in enumerate(observation.layers) if pair[side].histogram is not None]
+    layers = zip(observation.numbers, observation.layers, strict=True)
+    found = [(number, pair[side]) for number, pair in layers if pair[side].histogram is not None]
     if not found:
         return None
     chosen = [found[i] for i in _spread(len(found))]
@@ -148,8 +149,8 @@ def _left(spectrum: Floats) -> Floats:
 def memory(bundle: Bundle) -> Figure:
     """Bytes of the cache of one sequence against its length, beside float16."""
     figure, axes = _new(7.5, 3.6)
-    geometry, model = bundle.geometry, bundle.model
-    full = [2 * FULL_BYTES * model.l * model.h_kv * model.d * n / 2**20 for n in LENGTHS]
+    geometry = bundle.geometry
+    full = [FULL_BYTES * geometry.numbers(n) / 2**20 for n in LENGTHS]
     axes.plot(LENGTHS, full, color=QUIET, label="float16")
     axes.plot(LENGTHS, [geometry.cache_bytes(n) / 2**20 for n in LENGTHS], color=MARK, label="this bundle")
     axes.set(xlabel="tokens", ylabel="MiB of one sequence")
@@ -168,9 +169,10 @@ def _new(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _whole_ticks(axes: Axes, count: int, vertical: bool = False) -> None:
-    step = max(1, -(-count // 16))
-    (axes.set_yticks if vertical else axes.set_xticks)(range(0, count, step))
+def _layer_ticks(axes: Axes, numbers: Sequence[int], vertical: bool = False) -> None:
+    step = max(1, -(-len(numbers) // 16))
+    places = range(0, len(numbers), step)
+    (axes.set_yticks if vertical else axes.set_xticks)(places, [str(numbers[i]) for i in places])
 
 
 def _spread(count: int) -> list[int]:

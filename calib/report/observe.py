@@ -23,7 +23,7 @@ from calib.progress import track
 from calib.signposts import WeightedHistogram
 from calib.tap import Activations, Tap
 from runtime.codec import Codec
-from runtime.hf import fingerprint
+from runtime.hf import require_fit
 from runtime.parts import MODULES, dense
 
 BINS = 400  # of histograms: about as many as a picture has columns
@@ -59,9 +59,10 @@ class SideFacts:
 
 @dataclass(frozen=True)
 class Observation:
-    """All layers, (keys, values) each, and the text that was looked at."""
+    """Layers with a format, (keys, values) each, their numbers, and the text that was looked at."""
 
     layers: tuple[tuple[SideFacts, SideFacts], ...]
+    numbers: tuple[int, ...]
     text: Tokens
     weights: str
 
@@ -71,23 +72,26 @@ def observe(
 ) -> Observation:  # fmt: skip
     """One pass with gradients over `tokens`. Raises BundleMismatchError for another model than the bundle's,
     SignpostError for windows shorter than a page, and what `Tap.run` raises."""
-    bundle.model.require(fingerprint(model))
+    require_fit(model, bundle)
     weights = _weights(bundle)
-    watchers = [
-        tuple(_Watcher(sides, bundle, layer, weights, model.device) for sides in pair)
+    watchers = {
+        layer: tuple(_Watcher(side, bundle, layer, weights, model.device) for side in pair)
         for layer, pair in enumerate(bundle.geometry.layers)
-    ]
-    for pair in watchers:
-        for watcher in pair:
-            watcher.check(tokens.ids.shape[1])
+        if pair
+    }
+    if not watchers:
+        raise SignpostError("this bundle keeps all layers in full precision: there is nothing to look at")
+    for watcher in (watcher for both in watchers.values() for watcher in both):
+        watcher.check(tokens.ids.shape[1])
     report = track(progress, "looking at keys and values", tokens.ids.shape[0])
     tap = Tap(model)
     for sample in tokens.ids:
         for activations in tap.run(sample, gradients=True):
-            for watcher in watchers[activations.layer]:
+            for watcher in watchers.get(activations.layer, ()):
                 watcher.observe(activations)
         report()
-    return Observation(tuple((key.facts(), value.facts()) for key, value in watchers), tokens, weights)
+    facts = tuple((key.facts(), value.facts()) for key, value in watchers.values())
+    return Observation(facts, tuple(watchers), tokens, weights)
 
 
 def _weights(bundle: Bundle) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +90,21 @@ def fingerprint(l: int = 2) -> ModelFingerprint:
     return ModelFingerprint("tiny", "LlamaForCausalLM", l, 4, 2, 64, ROPE, "c0ffee", "decade")
 
 
-def tensors_of(layers: tuple[LayerFormat, ...], model: ModelFingerprint, seed: int = 0) -> dict[str, Any]:
+def tensors_of(layers: tuple[LayerFormat | None, ...], model: ModelFingerprint, seed: int = 0) -> dict[str, Any]:
     """Random tensors as the formats declare them: signposts ascending, scales and widths positive."""
     rng = np.random.default_rng(seed)
     tensors = {"rope.inv_freq": rng.random(model.rope.dim // 2, np.float32)}
     for l, layer in enumerate(layers):
-        for side, fmt in (("key", layer.key), ("value", layer.value)):
+        for side, fmt in (("key", layer.key), ("value", layer.value)) if layer else ():
             for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d, side)).items():
                 numbers = np.sort(rng.random(spec.shape, np.float32), axis=-1)
                 tensors[f"layers.{l}.{side}.{name}"] = (-numbers if name == "lower" else numbers).astype(spec.dtype)
     return tensors
 
 
-def sample_bundle(seed: int = 0, layers: tuple[LayerFormat, ...] = (kvquant(3), kvquant(4)), **changes: Any) -> Bundle:
+def sample_bundle(
+    seed: int = 0, layers: tuple[LayerFormat | None, ...] = (kvquant(3), kvquant(4)), **changes: Any
+) -> Bundle:
     """A small valid bundle; recipe and tensors tell seeds apart."""
     model = fingerprint(len(layers))
     given = {
@@ -113,6 +116,12 @@ def sample_bundle(seed: int = 0, layers: tuple[LayerFormat, ...] = (kvquant(3), 
         "evaluation": {"loss_increase": 0.0125, "text": None},
     }
     return Bundle(**(given | changes))
+
+
+def mixed_bundle(seed: int = 0) -> Bundle:
+    """Layers 0, 1 and 3 slide and are in full precision, layer 2 has a format; logits are capped."""
+    layers = (None, None, kvquant(3), None)
+    return sample_bundle(seed, layers, model=replace(fingerprint(4), sliding=(512, 512, 0, 512), softcap=50.0))
 
 
 def assert_same(one: Bundle, other: Bundle) -> None:

@@ -13,7 +13,7 @@ import pytest
 from artifacts import load
 from artifacts.__main__ import COMMANDS, main
 from artifacts.commands import show
-from tests.artifacts.samples import kvquant, sample_bundle
+from tests.artifacts.samples import kvquant, mixed_bundle, sample_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = sample_bundle(layers=(kvquant(3), kvquant(3), kvquant(4)))
@@ -44,6 +44,12 @@ def test_show_names_formats_and_sizes(saved, command):
     assert (out.code, out.err) == (0, "")
     for text in ("LlamaForCausalLM", "0-1", "2", "dense bits=4", "sparse fraction=0.01", "131072", "loss_increase"):
         assert text in out.out
+
+
+def test_show_of_layers_in_full_precision(tmp_path, command):
+    out = " ".join(command("show", mixed_bundle().save(tmp_path / "b")).out.split())
+    for text in ("full precision, the newest", "16.000", "512 tokens in 3 of 4 layers", "capped at 50"):
+        assert text in out
 
 
 def test_show_json_agrees_with_the_geometry(saved, command):

@@ -49,6 +49,8 @@ CHANGES = {
     "rope": replace(ROPE, scaling=2.0),
     "config_hash": "beef",
     "weights_hash": "dead",
+    "softcap": 50.0,
+    "sliding": (512, 0),
 }
 
 
@@ -65,5 +67,5 @@ def test_mismatch_names_the_field(name):
 
 def test_mismatch_names_every_field():
     with pytest.raises(BundleMismatchError) as info:
-        fingerprint().require(replace(fingerprint(), **CHANGES))
+        fingerprint().require(replace(fingerprint(), **(CHANGES | {"sliding": (512, 0, 0)})))
     assert all(f"{name}: bundle has " in str(info.value) for name in CHANGES)

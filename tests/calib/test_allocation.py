@@ -66,9 +66,8 @@ def test_budgets():
     assert Budget.parse("2bits").length == 131072
     assert (Budget.parse("8GiB@128K").size, Budget.parse("8GiB@128K").tokens) == (8 << 30, 131072)
     assert Budget.parse("1.5MB@100").size == 1_500_000
-    # 2 sides of 2 layers of 4 heads of 8 channels at 1024 tokens are 131072 numbers.
-    assert Budget.parse("2.5bits@1K").allowed(2, 4, 8) == 131072 * 2.5 / 8
-    assert Budget.parse("0.1MiB@1K").allowed(2, 4, 8) == int(0.1 * 2**20)
+    assert Budget.parse("2.5bits@1K").allowed(131072) == 131072 * 2.5 / 8
+    assert Budget.parse("0.1MiB@1K").allowed(131072) == int(0.1 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_budgets_that_say_nothing(text, reason):
 
 def test_a_budget_that_full_precision_fits():
     with pytest.raises(ConfigError, match="full precision takes 262144 bytes at 1024 tokens, which fits"):
-        Budget.parse("1MiB@1K").allowed(2, 4, 8)
+        Budget.parse("1MiB@1K").allowed(131072)
 
 
 # ----------------------------------------------------------------------------------------------------------- solving

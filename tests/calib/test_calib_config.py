@@ -79,6 +79,31 @@ def test_settings_of_ranges_and_halves(settings):
         made.formats(4)
 
 
+def test_layers_in_full_precision(settings):
+    """null takes the format away, what comes on top of it in a narrower place gives one again."""
+    made = settings("++method.layers={first_half: null, 1: {key: {t: 32}}, 5: null}")
+    assert [f is None for f in made.formats(6)] == [True, False, True, False, False, True]
+    assert made.formats(6)[1].key.t == 32
+    assert [recipe is None for recipe in made.recipes(6)] == [True, False, True, False, False, True]
+
+
+def test_layers_that_slide(settings):
+    """In full precision where others do not slide, unless the recipe says otherwise."""
+    mixed, everywhere = (20, 20, 0, 20), (20,) * 4
+
+    def exact(*options, sliding):
+        return [f is None for f in settings(*options).formats(4, sliding)]
+
+    assert exact(sliding=mixed) == [True, True, False, True]
+    assert exact(sliding=everywhere) == exact(sliding=()) == [False] * 4
+    assert exact("++method.layers={sliding: {}}", sliding=mixed) == [False] * 4
+    assert exact("++method.layers={sliding: null}", sliding=everywhere) == [True] * 4
+    assert exact("++method.layers={sliding: null, 0: {}}", sliding=everywhere) == [False, True, True, True]
+    assert exact("++method.layers={1-2: {}, first_half: null}", sliding=mixed) == [True, False, False, True]
+    with pytest.raises(FormatError, match=r"method.layers.sliding: the model has no layers that slide, leave it out"):
+        settings("++method.layers={sliding: null}").formats(4)
+
+
 def test_the_setting_of_qjls_authors(settings):
     """32 layers: 512 signs, 256 for the outlier channels, in the first 16, then 256 and 128; 8 channels throughout."""
     sketches = [layer.key.sketch for layer in settings("experiment=methods/qjl-paper").formats(32)]
@@ -131,7 +156,7 @@ BAD = {
     "method.bins=100": "method.bins=100: at least 256",
     "method.layers.5.key.dense.bits=2": "method.layers.5: the model has layers 0 to 4",
     "method.layers.0.key.dense.bits=5": "method.layers.0.key.dense: bits=5 is not supported",
-    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0, ranges such as 0-3, or first_half or sec",
+    "method.layers.x.key.t=64": "method.layers.x: layers are numbers from 0, .* first_half, second_half or sliding",
     "method.layers={3-1:{key:{t:64}}}": "method.layers.3-1: layers are numbers from 0, ranges",
     "method.layers={0-x:{key:{t:64}}}": "method.layers.0-x: layers are numbers from 0, ranges",
     "method.layers={3-5:{key:{t:32}}}": "method.layers.3-5: the model has layers 0 to 4",

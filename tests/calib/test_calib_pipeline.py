@@ -1,6 +1,7 @@
 """`python -m calib` from end to end, on a random model of two layers and on the embedded one."""
 
 import json
+import re
 from importlib.metadata import version
 
 import numpy as np
@@ -13,6 +14,7 @@ from calib.__main__ import CONF
 from calib.data import calibration_tokens
 from calib.progress import track
 from runtime.hf import ModelLoadError, SignpostCache, fingerprint, load_causal_lm
+from tests.runtime.tiny_models import MLA
 
 SHORT = ("samples=2", "seqlen=80", "eval.tokens=160", "eval.cache_tokens=70", "device=cpu")
 
@@ -130,6 +132,54 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
     assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
+
+
+def test_a_model_that_slides_in_some_layers(tiny_model, tokenizer, calib, tmp_path):
+    """Gemma 2: the first of two layers is in full precision, unless it is asked for; the summary counts it."""
+    tiny_model("gemma2", torch.float32, sliding_window=40).save_pretrained(tmp_path / "gemma")
+    tokenizer.save_pretrained(tmp_path / "gemma")
+    options = ("model=local", f"model.path={tmp_path / 'gemma'}", "method.bins=512", *SHORT)
+    done = calib(*options, f"out={tmp_path / 'bundle'}")
+    assert done.code == 0, done.err
+    bundle = load(tmp_path / "bundle")
+    assert (bundle.layers[0], bundle.model.sliding, bundle.model.softcap) == (None, (40, 0), 50.0)
+    assert bundle.evaluation["bits"] == bundle.geometry.bits(80) > 8
+    assert bundle.evaluation["cache_check"]["largest_logit_difference"] < 1e-2
+    assert f"{bundle.geometry.bits(131072):.3f} at 131072" in done.out
+    done = calib(*options, "eval=none", "method.layers={sliding: {}}", f"out={tmp_path / 'all'}")
+    assert done.code == 0, done.err
+    assert None not in load(tmp_path / "all").layers
+
+
+def test_latent_attention_is_refused_before_anything_is_loaded(calib, tmp_path, monkeypatch):
+    MLA.save_pretrained(tmp_path / "deepseek")
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    done = calib("model=local", f"model.path={tmp_path / 'deepseek'}", *SHORT, f"out={tmp_path / 'bundle'}")
+    assert done.code == 2
+    assert done.err.strip() == (
+        "error: deepseek_v3 caches a latent vector (MLA), not keys and values: there is nothing to compress"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("pipeline.load_causal_lm", "while loading the model: set device=split .* or model.dtype=bfloat16"),
+        ("pipeline.evaluate", r"in a window of eval.seqlen=80 tokens: set eval.seqlen=40; .*bundle is calibrated"),
+        ("data.generate", "while the model wrote 80 tokens 2 times at once: set seqlen=40, or let the text come from"),
+    ],
+)
+def test_out_of_memory_says_what_to_lower(calib, local, tmp_path, monkeypatch, where, message):
+    """Collecting does as well: see test_resume.py."""
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(f"calib.{where}", full)
+    more = ("data=generated", "data.path=null") if where == "data.generate" else ()
+    done = calib(*local, *more, f"out={tmp_path / 'bundle'}")
+    assert done.code == 2
+    assert re.search("error: out of GPU memory " + message, done.err.splitlines()[-1])
 
 
 def test_an_error_before_the_end_leaves_the_old_bundle(calib, local, tmp_path, monkeypatch):

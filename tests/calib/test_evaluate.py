@@ -334,7 +334,7 @@ def test_without_a_window_every_token_behind_the_sinks_is_packed(tiny_model, bun
     model = tiny_model("llama")
     bundle = bundle_for(model, FORMATS["kvquant"])
     q, k, v = layer_inputs(model)
-    cache = SimulatedCache(model, bundle, window=False)
+    cache = SimulatedCache(model, bundle, newest=False)
     with torch.no_grad():
         found = cache.attend(0, q, k, v, torch.arange(N)[None], None, D**-0.5)[0].transpose(0, 1)
     formats = bundle.layers[0]

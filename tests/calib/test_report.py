@@ -136,6 +136,23 @@ def test_figures_show_the_data(calibrated, tokens, recipe):
     figures.plt.close("all")
 
 
+def test_layers_in_full_precision_are_left_out(tiny_model, settings, tokens, tmp_path):
+    model = tiny_model("llama", torch.float32)
+    options = ("model.path=x", "model.name=tiny", "seqlen=160", *RECIPES["kvquant"])
+    bundle = calibrate(model, settings(*options, "++method.layers={0: null}"), tokens)
+    assert {name.split(".")[1] for name in bundle.tensors if name.startswith("layers")} == {"1"}
+    observation = observe(model, bundle, tokens)
+    assert (observation.numbers, len(observation.layers)) == ((1,), 1)
+    drawn = values_of(bundle, observation)
+    assert [tick.get_text() for tick in drawn[1].axes[0].get_xticklabels()] == ["1"]
+    assert drawn[3].axes[0].get_title() == "layer 1"
+    figures.plt.close("all")
+    assert "<td>full precision</td>" in page(bundle, [])
+    exact = calibrate(model, settings(*options, "++method.layers={0-1: null}"), tokens)
+    with pytest.raises(SignpostError, match="keeps all layers in full precision: there is nothing to look at"):
+        observe(model, exact, tokens)
+
+
 def test_many_layers_are_thinned_out():
     assert figures._spread(5) == [0, 1, 2, 3, 4]
     many = figures._spread(80)

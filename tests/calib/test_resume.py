@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from calib.collect import collect
-from calib.passes import MemoryExhaustedError, Work
+from calib.memory import MemoryExhaustedError
+from calib.passes import Work
 from calib.ranks import Ranks
 from calib.store import Store
 from tests.calib.test_collect import LAYERS, QUICK, D, FakeTap, H, assert_same
@@ -21,6 +23,9 @@ RECIPES = {
     "channels of sketches": ("experiment=methods/qjl-share",),
     "one threshold a layer, Q-Norm": ("experiment=ladder/nuq3-1-matrix", "method.value.dense.codebook=nuq-qnorm"),
 }
+
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Killed(BaseException):
@@ -117,8 +122,16 @@ def test_every_sample_is_observed_once_and_lanes_stay_whole(samples, world):
     assert max(map(len, shares)) <= -(-samples // 16) * -(-16 // world)
 
 
-def command(text_file, out, *more):
-    options = ("bits=3", "samples=3", "seqlen=140", "eval=none", "device=cpu", f"data.path={text_file}", f"out={out}")
+def command(text_file, out, *more, samples=3):
+    options = (
+        "bits=3",
+        f"samples={samples}",
+        "seqlen=140",
+        "eval=none",
+        "device=cpu",
+        f"data.path={text_file}",
+        f"out={out}",
+    )
     return ("-m", "calib", *options, *more)
 
 
@@ -144,8 +157,7 @@ def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path):
 
 
 def torchrun(*arguments):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=500)
+    return subprocess.run([*LAUNCHER, *arguments], capture_output=True, text=True, timeout=500)
 
 
 def test_two_ranks_write_the_bits_of_one(text_file, tmp_path):
@@ -154,3 +166,27 @@ def test_two_ranks_write_the_bits_of_one(text_file, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert bundle_bits(tmp_path / "two" / "b") == bundle_bits(tmp_path / "one" / "b")
     assert os.listdir(tmp_path / "two") == ["b"]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the rank's process in /proc")
+def test_a_rank_that_dies_ends_the_run_and_the_same_command_continues(text_file, tmp_path):
+    """Rank 1 is killed in the middle of the first pass; rank 0 does not wait for it for ever."""
+    out = tmp_path / "bundle"
+    text_file.write_text(10 * text_file.read_text())
+    run = subprocess.Popen(
+        [*LAUNCHER, *command(text_file, out, "checkpoint=0", samples=32)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not list((tmp_path / ".signpost-work").glob("*-rank1of2-*")):
+        assert run.poll() is None, run.communicate()[0][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (second,) = (int(c) for c in children if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{c}/environ").read_bytes())
+    os.kill(second, signal.SIGKILL)
+    assert run.wait(timeout=300) != 0
+    assert not out.exists()
+    done = torchrun(*command(text_file, out, "checkpoint=0", samples=32))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(os.listdir(tmp_path)) == ["bundle", "text.txt"]

@@ -68,13 +68,13 @@ def test_gradients_are_differences_of_the_summed_loss(tiny_model, family):
 def test_yarn_gradients_take_the_transposed_rotation(tiny_model):
     model, ids = tiny_model("yarn"), tokens()
     t = Tap(model)
-    assert t.rotation.rope.scaling > 1.1  # else transpose and inverse could not be told apart
+    assert t.rotations[0].rope.scaling > 1.1  # else transpose and inverse could not be told apart
     positions = torch.arange(N)
     for a in t.run(ids, gradients=True):
         after = a.rotated_key_gradient.transpose(0, 1)
-        inverse = t.rotation.unrotate(after, positions).transpose(0, 1)
-        assert torch.equal(a.key_gradient, t.rotation.pull_back(after, positions).transpose(0, 1))
-        assert torch.allclose(a.key_gradient, inverse * t.rotation.rope.scaling**2, rtol=1e-5, atol=1e-7)
+        inverse = t.rotations[a.layer].unrotate(after, positions).transpose(0, 1)
+        assert torch.equal(a.key_gradient, t.rotations[a.layer].pull_back(after, positions).transpose(0, 1))
+        assert torch.allclose(a.key_gradient, inverse * t.rotations[0].rope.scaling ** 2, rtol=1e-5, atol=1e-7)
 
 
 def test_samples_do_not_touch_each_other(tiny_model):

@@ -81,8 +81,9 @@ def declared(manifest):
     h, d = model["h_kv"], model["d"]
     found = {"rope.inv_freq": ("F32", (model["rope"]["dim"] // 2,))}
     need(len(manifest["layers"]) == model["l"], "layers")
+    need(len(model.get("sliding", manifest["layers"])) == model["l"], "sliding")
     for layer, index in enumerate(manifest["layers"]):
-        for side, fmt in manifest["formats"][index].items():
+        for side, fmt in manifest["formats"][index].items() if index is not None else ():
             names = {}
             if "center" in fmt:
                 names["mean"] = ("F32", (h, d))

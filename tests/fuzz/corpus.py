@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from artifacts import Bundle, Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Sparse, Window
-from tests.artifacts.samples import kvquant, sample_bundle
+from tests.artifacts.samples import kvquant, mixed_bundle, sample_bundle
 
 Files = dict[str, bytes]
 
@@ -29,7 +29,9 @@ def bundles() -> dict[str, Bundle]:
             ),
         ),
     }
-    return {name: sample_bundle(i, formats) for i, (name, formats) in enumerate(layers.items())}
+    return {name: sample_bundle(i, formats) for i, (name, formats) in enumerate(layers.items())} | {
+        "mixed": mixed_bundle(len(layers))
+    }
 
 
 def saved(folder: Path) -> dict[str, Files]:

@@ -1,4 +1,5 @@
-"""Oracle for gradients of the loss by keys before RoPE and by values: central differences in float64, no autograd."""
+"""Oracles for gradients of the loss by keys before RoPE and by values: central differences in float64, no autograd; and
+autograd through a whole model at once, keys and values taken where the model itself has them."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 Entry = tuple[int, int, int]  # token, kv head, channel
 
@@ -21,7 +22,7 @@ def summed_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:
     """The attention modules, by layer."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "v_proj")]
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and type(m).__name__.endswith("Attention")]
 
 
 @contextmanager
@@ -72,3 +73,31 @@ def value_derivative(model: PreTrainedModel, ids: Tensor, layer: int, entry: Ent
         losses.append(summed_loss(model, ids[None]).item())
         hook.remove()
     return (losses[0] - losses[1]) / (2 * step)
+
+
+class _Values(DynamicCache):
+    """Keeps the values of every layer as they come; its update gives back what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.values.append(value_states)
+        return key_states, value_states
+
+
+def whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Keys entering the model's own rotation and values, by layer, and the gradients of the summed loss of ids [n] by
+    both: each [1, heads, n, channels], the keys' channels those that turn, where a family cuts them off first."""
+    keys: list[Tensor] = []
+    cache, embeddings = _Values(), model.get_input_embeddings()
+    embeddings.requires_grad_(True)
+    try:
+        with torch.enable_grad(), keys_before_rope(model, lambda layer, k: keys.append(k) or k):
+            logits = model(ids[None], past_key_values=cache, use_cache=True).logits
+            loss = F.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
+            found = torch.autograd.grad(loss, [*keys, *cache.values])
+    finally:
+        embeddings.requires_grad_(False)
+    return keys, cache.values, list(found[: len(keys)]), list(found[len(keys) :])

@@ -10,7 +10,7 @@ from runtime.dense import DenseCache
 from runtime.hf_decoder import HFDecoder
 from tests.formats import kvquant
 from tests.runtime.test_engine import MODEL, prompt
-from tests.runtime.tiny_models import bundle_for
+from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
 
 BUNDLE = bundle_for(MODEL, kvquant(3, t=32))
 
@@ -25,6 +25,14 @@ def test_both_caches_are_measured():
     assert [stage.split(": ")[1] for stage in stages] == ["prompts", "steps", "loading kernels", "prompts", "steps"]
 
 
+def test_a_model_that_slides_is_held_against_a_cache_that_drops_what_nobody_sees():
+    model = tiny(CONFIGS["gemma2-capped"])
+    bundle = bundle_for(model, kvquant(3, t=32))
+    dense, ours = compare(HFDecoder(model, bundle), bundle, 2, 100, 5, lambda stage: None)
+    assert dense.cache_bytes == 2 * (105 + 20) * 2 * 2 * 32 * 4  # sequences, tokens of both layers, sides, heads, ...
+    assert ours.cache_bytes == 2 * bundle.geometry.cache_bytes(105, 4, 100)
+
+
 def test_ratios_are_to_the_first_row():
     rows = [Measured("fp16", 4, 1000, None, 0.5, 0.02), Measured("nuq", 4, 250, 7000, 0.6, 0.01)]
     cells = [list(column.cells) for column in table(rows, 10, 5).columns]
@@ -37,7 +45,7 @@ def test_ratios_are_to_the_first_row():
 def test_the_dense_cache_is_the_plain_model():
     tokens = torch.tensor([prompt(30), prompt(30, 1)])
     decoder = HFDecoder(MODEL)
-    cache = DenseCache(decoder, 2, 2, 32, 2, 40)
+    cache = DenseCache(decoder, BUNDLE.model, 2, 40)
     for part in tokens.split([20, 1, 9], 1):
         logits = cache.append(part)
     assert torch.allclose(logits, MODEL(tokens).logits[:, -1], atol=1e-4)

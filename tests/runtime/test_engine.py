@@ -269,7 +269,7 @@ def test_engines_that_make_no_sense():
     bundle = BUNDLES["kvquant"]
     with pytest.raises(ValueError, match="chunk=0: must be at least 1 token, or None for whole prompts"):
         engine_for(bundle, chunk=0)
-    with pytest.raises(CacheFullError, match="budget=5000: windows and tables of 3 sequences take"):
+    with pytest.raises(CacheFullError, match="budget=5000: full precision and tables of 3 sequences take"):
         engine_for(bundle, budget=5000)
     with pytest.raises(BundleMismatchError):
         HFDecoder(tiny(CONFIGS["llama-mha"]), bundle)

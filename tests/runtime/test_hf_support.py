@@ -8,9 +8,6 @@ import torch
 from transformers import (
     CohereConfig,
     DeepseekV2Config,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
     Gemma3TextConfig,
     GlmConfig,
     GPT2Config,
@@ -23,14 +20,11 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 
 from artifacts import BundleMismatchError, Rope, SignpostError
-from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint, rotary
+from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint, rotary, rotary_by_layer
+from runtime.hf_decoder import HFDecoder
 from tests.formats import kivi, kvquant, random_bundle
-from tests.runtime.tiny_models import CONFIGS, LLAMA3, SIZE, YARN, bundle_for, tiny
+from tests.runtime.tiny_models import CONFIGS, FALCON, LLAMA3, LOCAL, MLA, SIZE, YARN, bundle_for, tiny
 
-MLA = {
-    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
-}  # fmt: skip
 IDS = torch.randint(2, 64, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -55,6 +49,8 @@ def cache_for(model, formats=None):
         ("llama-llama3", Rope(32, "half", 1.0, "llama3")),
         ("qwen3-norm", Rope(64, "half", 1.0, "default")),
         ("cohere-interleaved", Rope(32, "interleaved", 1.0, "default")),
+        ("phi-partial", Rope(16, "half", 1.0, "default")),
+        ("gpt-neox-partial", Rope(8, "half", 1.0, "default")),
     ],
 )
 def test_rotary_embedding(name, rope):
@@ -63,6 +59,66 @@ def test_rotary_embedding(name, rope):
     frequencies = rotary(model)[1]
     assert frequencies.dtype == torch.float32
     assert torch.equal(frequencies, model.base_model.rotary_emb.inv_freq)
+
+
+def test_rotary_embedding_of_the_layers_that_see_all_tokens():
+    """Gemma 3's other layers have one of their own, which a bundle need not know while they are in full precision."""
+    model = tiny(CONFIGS["gemma3-two-ropes"])
+    (local, _), (rope, frequencies) = rotary_by_layer(model)
+    assert (rope, local.kind) == (Rope(32, "half", 1.0, "linear"), "default")
+    assert fingerprint(model).rope == rope
+    assert torch.equal(rotary(model)[1], frequencies)
+    assert torch.equal(frequencies, model.base_model.rotary_emb.full_attention_inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "sliding", "softcap"),
+    [
+        ("llama", (), None),
+        ("mistral", (), None),
+        ("mistral-sliding", (20, 20), None),
+        ("gemma2-capped", (20, 0), 3.0),
+        ("gemma3-two-ropes", (20, 0), None),
+    ],
+)
+def test_windows_and_caps(name, sliding, softcap):
+    found = fingerprint(tiny(CONFIGS[name]))
+    assert (found.sliding, found.softcap) == (sliding, softcap)
+    assert [found.window(layer) for layer in range(2)] == list(sliding or (0, 0))
+
+
+def test_windows_that_are_switched_off():
+    assert fingerprint(tiny(Qwen2Config(**SIZE, sliding_window=16, use_sliding_window=False))).sliding == ()
+    some = Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    assert fingerprint(tiny(some)).sliding == (0, 16)
+
+
+def test_keys_before_a_rotation_that_the_bundle_lacks():
+    model = tiny(CONFIGS["gemma3-two-ropes"])
+    found, frequencies = fingerprint(model), rotary(model)[1].numpy()
+
+    def bundle(formats):
+        return random_bundle(formats, found.h_q, found.h_kv, found.d, model=found, inv_freq=frequencies)
+
+    message = (
+        "layer 0 of Gemma3ForCausalLM has a rotary embedding of its own, and a bundle holds one: "
+        r"keep it in full precision \(method.layers={0: null}\) or pack its keys with domain=post_rope"
+    )
+    for make in (lambda b: SignpostCache(model, b), lambda b: HFDecoder(model, b)):
+        with pytest.raises(UnsupportedModelError, match=message):
+            make(bundle([kvquant(3, t=32)] * 2))
+    assert run(model, IDS, SignpostCache(model, bundle([kivi(2, t=32), kvquant(3, t=32)]))).isfinite().all()
+
+
+def test_a_layer_that_does_otherwise_than_its_configuration_says(monkeypatch):
+    model = tiny(CONFIGS["gemma2-capped"])
+    cache = cache_for(model)
+    monkeypatch.setattr(model.model.layers[1].self_attn, "attn_logit_softcapping", 7.0)
+    message = (
+        "attention of layer 1 with dropout=0.0, softcap=7.0, sliding_window=None, no sink logits is not supported: "
+    )
+    with pytest.raises(UnsupportedModelError, match=message + r".* softcap=3.0 and a window of all tokens"):
+        run(model, IDS, cache)
 
 
 def test_rotary_embedding_that_scales():
@@ -80,10 +136,10 @@ def test_rotary_embedding_of_half_a_head():
 def test_dimensions():
     seen = {name: fingerprint(tiny(config)) for name, config in CONFIGS.items()}
     for name, found in seen.items():
-        h_kv = 4 if name == "llama-mha" else 2
+        h_kv = 4 if name in ("llama-mha", "gpt-neox-partial") else 2
         assert (found.l, found.h_q, found.h_kv, found.d) == (2, 4, h_kv, 64 if name == "qwen3-norm" else 32)
     assert seen["mistral"].architecture == "MistralForCausalLM"
-    assert len({(x.architecture, x.config_hash, x.weights_hash, x.rope) for x in seen.values()}) == len(seen)
+    assert len({(x.architecture, x.config_hash, x.weights_hash, x.rope, x.sliding) for x in seen.values()}) == len(seen)
 
 
 def test_names_are_hub_ids_or_folders_without_their_path(model, tmp_path, monkeypatch):
@@ -113,8 +169,8 @@ def test_a_fingerprint_survives_saving_loading_and_other_dtypes(model, tmp_path)
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 GPT2 = GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2)
-FALCON = FalconConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
-SOME_SLIDE = Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+LATENT = {name: getattr(MLA, name) for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")}
+CHUNKS = Qwen2Config(**SIZE, layer_types=["full_attention", "chunked_attention"])
 UNSUPPORTED = {
     "no rope": (GPT2, "GPT2LMHeadModel has no rotary embedding that applies to all layers alike"),
     "some without": (SmolLM3Config(**SIZE, no_rope_layers=[1, 0]), "SmolLM3ForCausalLM has layers without rotary"),
@@ -122,13 +178,19 @@ UNSUPPORTED = {
         LlamaConfig(**SIZE, rope_parameters=DYNAMIC),
         "RoPE of type 'dynamic' changes its frequencies with the length; supported are default, linear, llama3, yarn",
     ),
-    "window": (MistralConfig(**SIZE, sliding_window=16), "of kind full_attention and sliding_window=16: only full"),
-    "window here and there": (SOME_SLIDE, "of kind full_attention, sliding_attention and sliding_window=16: only full"),
-    "gemma 2": (Gemma2Config(**SIZE), "of kind full_attention, sliding_attention and sliding_window=4096"),
-    "gemma 3": (Gemma3TextConfig(**SIZE), "of kind sliding_attention and sliding_window=4096"),
-    "mla 2": (DeepseekV2Config(**SIZE | MLA), r"DeepseekV2ForCausalLM caches a latent vector \(MLA\), not keys and"),
-    "mla 3": (DeepseekV3Config(**SIZE | MLA), r"DeepseekV3ForCausalLM caches a latent vector \(MLA\), not keys and"),
-    "no interface": (FALCON, "FalconForCausalLM does not take an attention function from transformers' Attention"),
+    "chunks": (
+        CHUNKS,
+        "qwen2 has layers of kind chunked_attention: supported are full_attention and sliding_attention",
+    ),
+    "mla 2": (
+        DeepseekV2Config(**SIZE, **LATENT),
+        r"deepseek_v2 caches a latent vector \(MLA\), not keys and",
+    ),
+    "mla 3": (MLA, r"deepseek_v3 caches a latent vector \(MLA\), not keys and"),
+    "no interface": (
+        FALCON["falcon-grouped"],
+        "FalconForCausalLM does not take an attention function from transformers' Attention",
+    ),
 }
 
 
@@ -227,6 +289,22 @@ def test_masks_that_are_not_causal(model, monkeypatch):
         run(model, IDS, cache_for(model))
 
 
+def test_windows_that_look_both_ways():
+    config = Gemma3TextConfig(**SIZE, **LOCAL, use_bidirectional_attention=True)
+    model = tiny(config)
+    with pytest.raises(UnsupportedModelError, match="attention masks other than causal ones are not supported yet"):
+        run(model, IDS, cache_for(model))
+
+
+def test_a_model_on_a_gpu_is_told_what_kernels_lack_before_its_first_pass(monkeypatch):
+    model = tiny(CONFIGS["gemma2-capped"])
+    monkeypatch.setattr("runtime.hf.has_kernels", lambda device: True)
+    with pytest.raises(
+        UnsupportedModelError, match=r"softcap=3.0 and sliding windows of 20 tokens and layers in full p"
+    ):
+        cache_for(model)
+
+
 def test_gradients(model):
     trainable = tiny(CONFIGS["llama"]).requires_grad_(True)
     with pytest.raises(
@@ -238,7 +316,8 @@ def test_gradients(model):
 def test_dropout():
     model = tiny(LlamaConfig(**SIZE, attention_dropout=0.1)).train()
     with pytest.raises(
-        UnsupportedModelError, match=r"attention with dropout=0.1, softcap=None, sliding_window=None, no sink"
+        UnsupportedModelError,
+        match=r"attention of layer 0 with dropout=0.1, softcap=None, sliding_window=None, no sink",
     ):
         run(model, IDS, cache_for(model))
 

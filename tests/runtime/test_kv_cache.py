@@ -416,5 +416,5 @@ def test_sequences_come_and_go(events):
 def test_budgets_that_make_no_sense():
     with pytest.raises(ValueError, match=r"budget=1000: say the most that a sequence may hold, too \(max_tokens=\)"):
         KVCache(BUNDLE, 1, budget=1000)
-    with pytest.raises(CacheFullError, match=r"budget=1000: windows and tables of 2 sequences take \d+ bytes"):
+    with pytest.raises(CacheFullError, match=r"budget=1000: full precision and tables of 2 sequences take \d+ bytes"):
         KVCache(BUNDLE, 2, 400, budget=1000)

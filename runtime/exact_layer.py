@@ -1,0 +1,68 @@
+"""A layer without a format: its tokens stay as the model made them, as many as the next one may still see."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from artifacts import Bundle
+from runtime.exact import causal_attention
+from runtime.layer import CacheLayer
+from runtime.room import Room
+
+
+class ExactLayer(CacheLayer):
+    """Keys and values of one layer in full precision: [b, capacity, h_kv, d] each, token n at n % capacity.
+
+    The capacity is the layer's window, so that a token takes the place of the one that nobody sees any more. Without a
+    window, or before so many tokens have come, it is what was reserved, or grows by doubling.
+    """
+
+    def __init__(self, bundle: Bundle, layer: int, room: Room, dtype: torch.dtype):
+        super().__init__(bundle.model, layer, room)
+        self._grows = room.max_tokens is None
+        capacity = bundle.geometry.held(layer, room.max_tokens or 0)
+        size = (room.b, capacity, bundle.model.h_kv, bundle.model.d)
+        self.keys, self.values = (torch.zeros(size, dtype=dtype, device=room.device) for _ in range(2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        n, capacity = self.lengths[i], self.keys.shape[1]
+        places = torch.arange(max(0, n - capacity), n, device=self.device) % max(1, capacity)
+        keys, values = (
+            torch.cat([kept[i, places].transpose(0, 1).to(q.dtype), fresh], 1)[None]
+            for kept, fresh in ((self.keys, k), (self.values, v))
+        )
+        return causal_attention(q[None], keys, values, scaling, self.window, self.softcap)[0]
+
+    def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:
+        n, m = self.lengths[i], k.shape[1]
+        self._make_room(n + m)
+        kept = min(m, self.keys.shape[1])
+        places = torch.arange(n + m - kept, n + m, device=self.device) % max(1, self.keys.shape[1])
+        for store, fresh in ((self.keys, k), (self.values, v)):
+            store[i, places] = fresh[:, m - kept :].transpose(0, 1).to(store.dtype)
+        self.offsets[i], self.lengths[i] = offset, n + m
+
+    def _make_room(self, n: int) -> None:
+        """Room for n tokens of a sequence, or for the window. While it grows, no token has lost its place."""
+        capacity = self.keys.shape[1]
+        wanted = min(n, self.window) if self.window else n
+        if self._grows and wanted > capacity:
+            doubled = max(wanted, 2 * capacity)
+            more = (min(doubled, self.window) if self.window else doubled) - capacity
+            self.keys, self.values = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values))
+
+    def select(self, sequences: list[int]) -> None:
+        """Makes the batch the given old sequences, in this order."""
+        super().select(sequences)
+        index = torch.tensor(sequences, dtype=torch.int64, device=self.device)
+        self.keys, self.values = self.keys[index], self.values[index]
+
+    def share(self, source: int, sequence: int) -> None:
+        """Lets an empty sequence begin with the tokens of another."""
+        super().share(source, sequence)
+        self.keys[sequence], self.values[sequence] = self.keys[source], self.values[source]
