@@ -129,7 +129,7 @@ BAD = {
     "eval=foo": "eval=foo: known are .*none",
     "experiment=foo": "experiment=foo: known are .*ladder/int2-token",
     "model=local": "model.path has no value: set model.path=",
-    "nosuch=1": "unknown option 'nosuch': known are model, method, data, eval, bits, .*out. See --help",
+    "nosuch=1": "unknown option 'nosuch': known are model, method, data, eval, candidates, budget, .*out. See --help",
     "+nosuch=1": "unknown option 'nosuch'",
     "method.nosuch=1": "unknown option 'method.nosuch': known are method.name, method.key",
     "eval.token=1": "unknown option 'eval.token': known are .*eval.tokens",
