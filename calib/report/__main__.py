@@ -15,6 +15,7 @@ from artifacts.errors import SignpostError
 
 NAMES = ("loss", "sensitivity", "magnitudes", "signposts-keys", "signposts-values", "spectrum", "ranges", "memory")
 PAGE = "index.html"
+COMPARED = ("recipe", "bits", "loss_increase", "context")  # of a row; bits are those of a cache of `context` tokens
 ERROR, INTERRUPTED = 2, 130
 
 
@@ -76,11 +77,11 @@ def compared(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSON file of `benchmarks.quality` that have loss and bits. Raises SignpostError for another file."""
     try:
         rows = list(json.loads(path.read_text())["rows"].values())
-        found = [{name: row[name] for name in ("recipe", "bits", "loss_increase")} for row in rows if "loss" in row]
+        found = [{name: row[name] for name in COMPARED} for row in rows if "loss" in row]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SignpostError(f"--compare {path}: not a file of benchmarks.quality ({error})") from error
-    if not all(isinstance(row[name], (int, float)) for row in found for name in ("bits", "loss_increase")):
-        raise SignpostError(f"--compare {path}: bits and loss_increase must be numbers")
+    if not all(isinstance(row[name], (int, float)) for row in found for name in COMPARED[1:]):
+        raise SignpostError(f"--compare {path}: {', '.join(COMPARED[1:])} must be numbers")
     return found
 
 

@@ -10,6 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from artifacts import Bundle
 from calib.report.observe import Floats, Observation, SideFacts, shares
@@ -24,11 +26,16 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.spines.top": Fa
 def loss_against_bits(bundle: Bundle, others: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss increase against bits: this bundle, and rows of `benchmarks.quality` for comparison."""
     figure, axes = _new(7.5, 4.2)
+    names = []
     for row in others:
-        axes.plot(row["bits"], row["loss_increase"], "o", color=QUIET, markersize=4)
-        axes.annotate(row["recipe"], (row["bits"], row["loss_increase"]), xytext=(4, 2), textcoords="offset points",
-                      fontsize=7, color="0.35")  # fmt: skip
-    own = bundle.evaluation or {}
+        at = row["bits"], row["loss_increase"]
+        axes.plot(*at, "o", color=QUIET, markersize=4)
+        names.append(
+            axes.annotate(row["recipe"], at, xytext=(4, 2), textcoords="offset points", fontsize=7, color="0.35")
+        )
+    own = dict(bundle.evaluation or {})
+    if others and "bits" in own:  # they depend on the length
+        own["bits"] = bundle.geometry.bits(others[0]["context"])
     increases = [row["loss_increase"] for row in others]
     if isinstance(own.get("loss_increase"), float) and isinstance(own.get("bits"), float):
         increases.append(own["loss_increase"])
@@ -37,7 +44,20 @@ def loss_against_bits(bundle: Bundle, others: Sequence[Mapping[str, Any]]) -> Fi
     scale = "log" if increases and min(increases) > 0 else "linear"
     axes.set(yscale=scale, xlabel="bits per number, everything counted", ylabel="loss increase, nats per token")
     axes.grid(alpha=0.25, which="both")
+    _without_overlaps(figure, names)
     return figure
+
+
+def _without_overlaps(figure: Figure, names: Sequence[Annotation]) -> None:
+    """Leaves out names that would stand in earlier ones."""
+    figure.draw_without_rendering()
+    taken: list[Bbox] = []
+    for name in names:
+        box = name.get_window_extent()
+        if any(box.overlaps(other) for other in taken):
+            name.set_visible(False)
+        else:
+            taken.append(box)
 
 
 def sensitivity(observation: Observation) -> Figure:

@@ -133,11 +133,11 @@ def _formats(facts: dict[str, Any]) -> str:
 
 def _sizes(facts: dict[str, Any]) -> str:
     rows = [
-        (size["tokens"], round(size["bits"], 3), round(size["bytes"] / 2**20, 1), f"{FULL_BITS / size['bits']:.2f}x")
+        (size["tokens"], round(size["bits"], 3), round(size["bytes"] / 2**20, 1), round(FULL_BITS / size["bits"], 2))
         for size in facts["sizes"]
     ]
     note = "<p class=quiet>One sequence; codes, scales, outliers, window, tables and the bundle itself counted.</p>"
-    return note + _table(("tokens", "bits per number", "MiB", "less than 16 bits"), rows)
+    return note + _table(("tokens", "bits per number", "MiB", "times less than 16 bits"), rows)
 
 
 def _provenance(facts: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ def _loss(bundle: Bundle, others: Sequence[Mapping[str, Any]]) -> _Wanted:
     return _Wanted(
         "loss",
         "Loss against bits",
-        f"Lower left is better.{compared}",
+        f"Lower left is better; names that would overlap are left out.{compared}",
         "This bundle was not evaluated, and there are no results to --compare.",
         lambda: figures.loss_against_bits(bundle, others) if bundle.evaluation or others else None,
     )

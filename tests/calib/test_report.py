@@ -107,7 +107,7 @@ def test_shares():
 
 def values_of(bundle, observation):
     return [
-        figures.loss_against_bits(bundle, [{"recipe": "x", "bits": 3.0, "loss_increase": -0.1}]),
+        figures.loss_against_bits(bundle, [{"recipe": "x", "bits": 3.0, "loss_increase": -0.1, "context": 4096}]),
         figures.sensitivity(observation),
         figures.magnitudes(observation),
         figures.signposts(observation, 0),
@@ -231,7 +231,7 @@ def test_with_the_model(saved_model, text_file, tmp_path, calib):
     )
     assert done.code == 0, done.err
     results = tmp_path / "results.json"
-    row = {"recipe": "other", "bits": 4.0, "loss_increase": 0.01, "loss": 3.0}
+    row = {"recipe": "other", "bits": 4.0, "loss_increase": 0.01, "loss": 3.0, "context": 4096}
     results.write_text(json.dumps({"rows": {"full precision": {"recall": 1}, "a": row}}))
     arguments = ["--samples", 2, "--seqlen", 128, "--compare", results, "--out", tmp_path / "page"]
     assert main([str(a) for a in (out, "--model", saved_model, "--text", text_file, *arguments)]) == 0
@@ -251,14 +251,14 @@ def test_with_the_model(saved_model, text_file, tmp_path, calib):
         (["b", "--model", "no/such/model"], "cannot load the model 'no/such/model'"),
         (["b", "--compare", "b/manifest.json"], "not a file of benchmarks.quality"),
         (["b", "--compare", "b/nothing.json"], "No such file"),
-        (["b", "--compare", "odd.json"], "bits and loss_increase must be numbers"),
+        (["b", "--compare", "odd.json"], "bits, loss_increase, context must be numbers"),
         (["b", "--out", "b"], "so it is not ours to replace"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     sample_bundle().save("b")
-    odd = {"recipe": "x", "bits": "3", "loss_increase": 0.1, "loss": 1}
+    odd = {"recipe": "x", "bits": "3", "loss_increase": 0.1, "loss": 1, "context": 4096}
     (tmp_path / "odd.json").write_text(json.dumps({"rows": {"a": odd}}))
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
