@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 ROWS = 512  # queries of which scores are held at a time where nobody's kernel computes them
 
@@ -27,8 +26,16 @@ def causal_attention(
     hidden = 0 < window < n
     if (m == n or m == 1) and not hidden:
         return F.scaled_dot_product_attention(q, k, v, is_causal=m > 1, scale=scaling, enable_gqa=grouped)
-    mask: Tensor = causal_lower_right(m, n) if on_gpu and not hidden else visible(m, n, window, q.device)
+    mask = _lower_right(m, n) if on_gpu and not hidden else visible(m, n, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+def _lower_right(m: int, n: int) -> Tensor:
+    """The mask of the last m of n tokens, in the form for which flash attention needs none."""
+    from torch.nn.attention.bias import causal_lower_right  # here: it brings torch's compiler, which takes a second
+
+    mask: Tensor = causal_lower_right(m, n)
+    return mask
 
 
 def visible(m: int, n: int, window: int, device: torch.device) -> Tensor:

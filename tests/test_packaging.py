@@ -89,7 +89,7 @@ def test_slim_runtime_declares_no_offline_package():
     [
         ("artifacts", ["torch", "numba", "scipy", *OFFLINE]),
         ("artifacts", ["runtime", "calib"]),
-        ("runtime", [*OFFLINE, "calib"]),
+        ("runtime", [*OFFLINE, "calib", "torch._dynamo"]),
     ],
 )
 def test_import_stays_on_its_floor(package, unwanted):
