@@ -32,7 +32,7 @@ _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
 COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
-GROUPS = ("experiment", "hydra")  # what is no field of the schema
+GROUPS = ("experiment", "hydra", "launcher")  # what is no field of the schema
 
 
 def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
@@ -42,6 +42,10 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         from calib.pipeline import run, summary  # heavy imports only once the options are known to be sound
         from calib.store import Store
 
+        if settings.config.dry_run:
+            from calib.plan import plan
+
+            return Console().print(plan(settings))
         if settings.config.budget is not None:
             from calib.allocation.job import run
 
@@ -66,6 +70,10 @@ def _one_line_errors() -> Iterator[None]:
         sys.exit(_fail(_one_line(error)))
     except (SignpostError, OSError) as error:
         sys.exit(_fail(str(error)))
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit") and "srun" not in str(error):
+            raise
+        sys.exit(_fail(_of_a_job(str(error))))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -76,9 +84,19 @@ def _fail(message: str) -> int:
     return 2
 
 
+def _of_a_job(text: str) -> str:
+    """What went wrong in a job that was launched elsewhere, or in launching it."""
+    if found := re.findall(r"^error: (.*)$", text, re.MULTILINE):
+        return f"a job failed: {found[-1]}"
+    lines = text.strip().splitlines()
+    return f"launcher=slurm: {lines[0]} (logs: .signpost-jobs/.submitit)" if lines else "launcher=slurm: a job failed"
+
+
 def _one_line(error: BaseException) -> str:
     """What Hydra says over several lines, with its cause, and without its search path and its types."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        if error.missing_cfg_file.startswith("hydra/launcher/submitit"):
+            return "launcher=slurm needs submitit, which is not installed: pip install 'signpost-kv[slurm]'"
         group, _, name = error.missing_cfg_file.partition("/")
         known = sorted(str(p.relative_to(CONF / group).with_suffix("")) for p in (CONF / group).rglob("*.yaml"))
         return f"{group}={name}: known are {', '.join(known)}"
@@ -110,10 +128,10 @@ def main() -> None:
         register()
         return _run({})
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    register()
     # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with _one_line_errors(), tempfile.TemporaryDirectory(prefix="signpost-") as scratch:
+        register(scratch)
         # The shell leaves the ~ of `name=~/x` alone, and Hydra cannot read it.
         arguments = [a.replace("=~/", f"={Path.home()}/") for a in sys.argv[1:]]
         options = [a for a in arguments if "=" in a and not a.startswith("-")]
@@ -121,8 +139,7 @@ def main() -> None:
         _check_options(options)
         # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
-        # Flags first: argparse wants the options in one piece. A multirun leaves its bundles and nothing else.
-        sys.argv[1:] = [*flags, *options, f"hydra.sweep.dir={scratch}", "hydra.sweep.subdir=."]
+        sys.argv[1:] = [*flags, *options]  # flags first: argparse wants the options in one piece
         stores: dict[Path, Any] = {}
         _run(stores)
         if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -130,6 +130,7 @@ class Config:
     device: str = "auto"
     work: str | None = None
     checkpoint: float = 60.0
+    dry_run: bool = False
     out: str = MISSING
 
 
@@ -142,9 +143,10 @@ GROUPS = (
 )
 
 
-def register() -> None:
-    """Gives Hydra the schema against which `conf/` is checked."""
+def register(scratch: str = ".") -> None:
+    """Gives Hydra the schema against which `conf/` is checked. scratch: folder for what Hydra leaves behind."""
     OmegaConf.register_new_resolver("bundle_path", _bundle_path, replace=True)
+    OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, node in GROUPS:
@@ -208,6 +210,8 @@ class Settings:
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
         if not c.checkpoint >= 0:
             raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
+        if c.dry_run and c.budget is not None:
+            raise ConfigError("dry_run plans recipes, not budgets: leave one of them out")
         if c.seed > MAX_SEED:
             raise ConfigError(f"seed={c.seed} must be at most {MAX_SEED}")
         if c.method.weights not in WEIGHTS:

@@ -47,7 +47,7 @@ LONG = 131072  # tokens of a long context
 # What to say where the model itself does not fit: what was done, and the way out.
 LOADING = ("while loading the model", "set device=split to spread it over all GPUs, or model.dtype=bfloat16")
 # Settings that leave the tensors of a recipe's bundle as they are.
-UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "candidates")
+UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "candidates", "dry_run")
 
 
 def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
@@ -60,12 +60,8 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     ranks = Ranks.join(placed.device)
     ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
     if ranks.first:
-        for named in (config.data.path, config.eval.path):
-            if named is not None:
-                text_files(Path(named))
-    _check_formats(settings)
-    if ranks.first:  # last: it makes the folder above the bundle
-        check_destination(Path(config.out))
+        check_settings(settings)
+        check_destination(Path(config.out))  # last: it makes the folder above the bundle
     dtype = model_dtype(config.model.dtype, placed.device)
     with within_memory(*LOADING):
         source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
@@ -78,6 +74,14 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         assert tokens is not None
         bundle = calibrate(source[0], settings, tokens, progress, work)
         return finished(bundle, settings, source[0], text, console, progress) if ranks.first else None
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises what the texts' names and the model's configuration rule out, before the model is loaded."""
+    for named in (settings.config.data.path, settings.config.eval.path):
+        if named is not None:
+            text_files(Path(named))
+    _check_formats(settings)
 
 
 def finished(
