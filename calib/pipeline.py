@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -141,12 +141,19 @@ def model_dtype(name: str, device: torch.device) -> str:
 
 
 def check_destination(out: Path) -> None:
-    """Raises what saving would raise at the end of the run: foreign files, no permission, no way to swap folders."""
-    destination = Path(os.path.realpath(out))
+    """Raises what saving a bundle would raise at the end of the run."""
+    check_writable(out, "out", owned_files(Path(os.path.realpath(out))))
+
+
+def check_writable(path: Path, option: str, ours: Collection[str]) -> None:
+    """Raises what replacing a folder would raise: foreign files, no permission, no way to swap folders."""
+    destination = Path(os.path.realpath(path))
     if destination.is_file():
-        raise BundleError(f"out={out} is a file: name a folder")
-    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - owned_files(destination))):
-        raise BundleError(f"out={out} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
+        raise BundleError(f"{option}={path} is a file: name a folder")
+    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - set(ours))):
+        raise BundleError(
+            f"{option}={path} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder"
+        )
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".signpost-", dir=destination.parent) as rehearsal:
         for _ in ("new", "replaced"):

@@ -77,7 +77,7 @@ class LayerCache(CacheLayer):
         try:
             self.key.pack(i, k, n, offset)
             self.value.pack(i, v, n, offset)
-        except Exception:
+        except Exception:  # whatever it is: pages taken for tokens that did not come go back, and it goes on
             self.room.trim()
             raise
         self.key.append(i, k, n)

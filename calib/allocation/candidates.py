@@ -8,7 +8,6 @@ from artifacts import Format, LayerFormat, PageGeometry
 from artifacts.errors import FormatError
 from artifacts.fields import SideName
 from artifacts.format import from_json, to_json
-from artifacts.parts import Window
 from calib.allocation.budget import Budget
 from calib.choices import LayerRecipe
 from calib.config import CandidatesConfig, ConfigError, MethodConfig, merged
@@ -23,11 +22,6 @@ class Filling:
     t: int
     sinks: int = 0
     recent: int = 0
-
-    @property
-    def window(self) -> Window:
-        """The window part."""
-        return Window(self.sinks, self.recent)
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,15 @@ class Candidates:
             for name in self.names(side):
                 for filling in self.fillings:
                     PageGeometry.of(self.format(side, name, filling), h_kv, d, side)
+
+    def costs(self, side: SideName, h_kv: int, d: int, n: int) -> tuple[list[int], list[int]]:
+        """Bytes of every candidate of one side of one layer at n tokens, and how many sinks it keeps.
+
+        Variants in order, each with all fillings. Counted: what the cache takes, and the bundle's tensors.
+        """
+        formats = [self.format(side, name, filling) for name in self.names(side) for filling in self.fillings]
+        geometries = [PageGeometry.of(fmt, h_kv, d, side) for fmt in formats]
+        return [g.cache_bytes(n, 2) + g.bundle_bytes for g in geometries], [fmt.window.sinks for fmt in formats]
 
     def middle(self, side: SideName, h_kv: int, d: int) -> int:
         """The variant of middling size: fillings are measured with it."""

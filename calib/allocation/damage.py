@@ -31,7 +31,6 @@ from runtime.hf import AttendingCache, rotary, text_config
 from runtime.rope import Rotation
 
 SMALLEST = 1e-9  # nats; a damage below is noise, and products of ratios need numbers above zero
-Tensors = Mapping[str, NDArray[np.generic]]
 
 
 class Damages(NamedTuple):
@@ -159,10 +158,14 @@ class _Passes:
 @contextmanager
 def _skipped(modules: nn.ModuleList, outputs: list[Any]) -> Iterator[None]:
     """Lets modules give what they gave before, without computing it."""
-    for module, output in zip(modules, outputs, strict=False):
-        module.forward = lambda *args, output=output, **kwargs: output
+    before = [module.__dict__.get("forward") for module in modules]  # where layers are on several GPUs, accelerate's
     try:
+        for module, output in zip(modules, outputs, strict=False):
+            module.forward = lambda *args, output=output, **kwargs: output
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for module, own in zip(modules, before, strict=True):
+            if own is not None:
+                module.forward = own
+            else:
+                module.__dict__.pop("forward", None)

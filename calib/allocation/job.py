@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle, CacheGeometry, load
 from calib.allocation.budget import Budget
-from calib.allocation.candidates import Candidates
+from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damage import measure
-from calib.allocation.table import RECORD, Table, TableError, fitted
+from calib.allocation.solve import require_room
+from calib.allocation.table import FILES, RECORD, Table, TableError, fitted
 from calib.collect import collect_all
 from calib.config import ConfigError, Settings
 from calib.data import Tokens, text_files
@@ -30,6 +31,7 @@ from calib.pipeline import (
     calibration_text,
     check_destination,
     check_lengths,
+    check_writable,
     evaluation_text,
     finished,
     heads,
@@ -74,6 +76,8 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         table = _known(path, candidates, settings) if known else None
         bundle = table.bundle(budget) if table else None
         check_destination(Path(config.out))
+        if not known:
+            check_writable(path, "table", FILES)
         if bundle and config.eval.source == "none":
             bundle.save(config.out)
             return load(config.out)
@@ -142,7 +146,14 @@ def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
     require_keys_and_values(model)
     candidates.check(*heads(model))
     full = CacheGeometry.of([None] * model.num_hidden_layers, *heads(model), sliding_windows(model))
-    budget.allowed(full.numbers(budget.length))
+    allowed = budget.allowed(full.numbers(budget.length))
+    exact = candidates.recipes(len(full.layers), full.sliding)[0]
+    kept = CacheGeometry.of([layer.formats if layer else None for layer in exact], full.h_kv, full.d, full.sliding)
+    require_room(
+        len(kept.pairs),
+        [candidates.costs(side, full.h_kv, full.d, budget.length) for side in SIDES],
+        allowed - kept.exact_bytes(budget.length),
+    )
     check_lengths(settings, model)
 
 

@@ -1,5 +1,6 @@
 """The choice itself: one candidate for every side of every layer, least damage within the budget. Solved exactly."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +36,7 @@ def solve(
     """
     sides, count = damage.shape
     some = np.isfinite(damage)
-    least = _least(size, group, some)
-    if least > allowed:
-        raise BudgetError(
-            f"the smallest of the candidates take {least} bytes together, the budget allows {allowed}: "
-            "raise the budget, or add candidates with fewer bits"
-        )
+    _require(_least(size, group, some), allowed)
     index = np.arange(sides * count).reshape(sides, count)
     one = csr_array((np.ones(sides * count), (np.repeat(np.arange(sides), count), index.ravel())))
     unit = max(1.0, allowed / 1e6)  # so that the solver's numbers are of moderate size
@@ -62,6 +58,27 @@ def solve(
     chosen = found.x.reshape(sides, count).argmax(1)
     rows = np.arange(sides)
     return Choice(chosen, float(damage[rows, chosen].sum()), int(size[rows, chosen].sum()))
+
+
+def require_room(layers: int, sides: Sequence[tuple[Sequence[int], Sequence[int]]], allowed: int) -> None:
+    """Raises BudgetError as `solve` would, before anything is measured.
+
+    sides: bytes and groups of the candidates of keys and of values, alike in all of so many layers.
+    """
+    width = max(len(sizes) for sizes, _ in sides)
+    size, group = np.zeros((2, width), np.int64), np.zeros((2, width), np.int64)
+    some = np.zeros((2, width), np.bool_)
+    for row, (sizes, groups) in enumerate(sides):
+        size[row, : len(sizes)], group[row, : len(sizes)], some[row, : len(sizes)] = sizes, groups, True
+    _require(layers * _least(size, group, some), allowed)
+
+
+def _require(least: int, allowed: int) -> None:
+    if least > allowed:
+        raise BudgetError(
+            f"the smallest of the candidates take {least} bytes together, the budget allows {allowed}: "
+            "raise the budget, or add candidates with fewer bits"
+        )
 
 
 def _least(size: NDArray[np.int64], group: NDArray[np.int64], some: NDArray[np.bool_]) -> int:

@@ -17,14 +17,13 @@ from artifacts import Bundle, LayerFormat, ModelFingerprint
 from artifacts.atomic import replace_folder
 from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
-from artifacts.geometry import PageGeometry
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damage import Damages
 from calib.allocation.solve import Choice, solve
 
 VERSION = 1
-RECORD, TENSORS = "table.json", "tensors.safetensors"
+RECORD, TENSORS = FILES = "table.json", "tensors.safetensors"
 
 
 class TableError(SignpostError, ValueError):
@@ -94,7 +93,9 @@ class Table:
         self.candidates.require_length(budget)
         geometry = self.bundles[0].geometry
         allowed = budget.allowed(geometry.numbers(budget.length)) - geometry.exact_bytes(budget.length)
-        sizes, groups = zip(*(self._costs(side, budget.length) for side in SIDES), strict=True)
+        sizes, groups = zip(
+            *(self.candidates.costs(side, self.model.h_kv, self.model.d, budget.length) for side in SIDES), strict=True
+        )
         width = max(len(size) for size in sizes)
         layers = self.layers
         damage = np.full((len(layers), 2, width), np.inf)
@@ -105,16 +106,6 @@ class Table:
             size[:, index, :count], group[:, index, :count] = sizes[index], groups[index]
         sides = 2 * len(layers), width
         return solve(damage.reshape(sides), size.reshape(sides), group.reshape(sides), allowed)
-
-    def _costs(self, side: Any, n: int) -> tuple[list[int], list[int]]:
-        """Bytes of every candidate of one side of one layer at n tokens, and how many sinks it keeps."""
-        formats = [
-            self.candidates.format(side, name, filling)
-            for name in self.candidates.names(side)
-            for filling in self.candidates.fillings
-        ]
-        geometries = [PageGeometry.of(fmt, self.model.h_kv, self.model.d, side) for fmt in formats]
-        return [g.cache_bytes(n, 2) + g.bundle_bytes for g in geometries], [fmt.window.sinks for fmt in formats]
 
     def save(self, path: Path) -> Path:
         """Writes the table, atomically. Raises as `artifacts.atomic.replace_folder`."""
@@ -133,7 +124,7 @@ class Table:
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         files = {TENSORS: data, RECORD: (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()}
-        return replace_folder(path, files, ours=(RECORD, TENSORS))
+        return replace_folder(path, files, ours=FILES)
 
     @classmethod
     def load(cls, path: Path, candidates: Candidates) -> "Table":

@@ -295,6 +295,30 @@ def test_budgets_that_cannot_be(calib, local, tmp_path, monkeypatch, tabled, opt
     assert not out.parent.exists()
 
 
+def test_what_cannot_end_well_is_refused_before_it_is_measured(calib, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    at = (f"table={tmp_path / 'table'}", f"out={tmp_path / 'b'}")
+    done = calib(*local, *at, "budget=0.5bits@1K")
+    assert (done.code, "the smallest of the candidates take 51088 bytes together" in done.err) == (2, True), done.err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "thesis.tex").write_text("")
+    done = calib(*local, *at, "budget=4bits@1K")
+    assert (done.code, "holds thesis.tex, so it is not ours to replace" in done.err) == (2, True), done.err
+
+
+def test_layers_whose_forward_pass_is_somebody_elses_keep_it(model):
+    """As accelerate's, which moves inputs between GPUs."""
+    layers = model.base_model.layers
+    first = layers[0]
+    own = first.forward
+    first.forward = own
+    with damage._skipped(layers, [1, 2]):
+        assert [layer(None) for layer in layers] == [1, 2]
+    assert first.__dict__.pop("forward") == own
+    assert "forward" not in layers[1].__dict__
+
+
 def test_tables_that_cannot_be_used(calib, local, tmp_path, tabled, tiny_model, tokenizer):
     if not tabled.exists():
         assert calib(*local, "budget=4bits@1K", f"table={tabled}", f"out={tmp_path / 'first'}").code == 0
