@@ -5,10 +5,13 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from artifacts.errors import BundleError
+
+# Names of files in a folder that may be replaced with it.
+Owned = Callable[[Path], Collection[str]]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -16,20 +19,17 @@ _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)  # what rename says of 
 _CANNOT_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV, errno.EBUSY)
 
 
-def replace_folder(destination: Path, files: Mapping[str, bytes], ours: Collection[str]) -> Path:
+def replace_folder(destination: Path, files: Mapping[str, bytes], ours: Owned) -> Path:
     """Makes `destination` a folder that holds exactly `files`. Returns its path with symbolic links followed.
 
-    A folder that is already there is replaced only if it holds nothing but names of `ours`, so that a mistyped path
-    never costs foreign files (BundleError). Everything is written and synced beside the destination first, then moved
-    or swapped in by one system call. OSError (disk full, no permission) leaves the destination as it was, save where
-    the very last step, syncing the parent folder, is refused: then the new files are in place. A killed process leaves
-    at most a folder `.saving-*` beside the destination, which nothing reads.
+    A folder that is already there is replaced only if it holds nothing but names that `ours` gives for it, so that a
+    mistyped path never costs foreign files (BundleError). Everything is written and synced beside the destination
+    first, then moved or swapped in by one system call. OSError (disk full, no permission) leaves the destination as it
+    was, save where the very last step, syncing the parent folder, is refused: then the new files are in place. A killed
+    process leaves at most a folder `.saving-*` beside the destination, which nothing reads.
     """
     destination = Path(os.path.realpath(destination))
-    if destination.exists() and not destination.is_dir():
-        raise BundleError(f"{destination} is a file: name a folder")
-    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - set(ours))):
-        raise BundleError(f"{destination} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
+    refuse_foreign(destination, ours, str(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = destination.parent / f".saving-{secrets.token_hex(8)}"
     staging.mkdir()
@@ -43,6 +43,19 @@ def replace_folder(destination: Path, files: Mapping[str, bytes], ours: Collecti
         # After a swap the staging name holds the old folder; after an error, the unfinished one.
         shutil.rmtree(staging, ignore_errors=True)
     return destination
+
+
+def refuse_foreign(destination: Path, ours: Owned, name: str) -> None:
+    """Raises BundleError, which calls it `name`, where `destination` is a file or a folder with files not `ours`."""
+    if destination.exists() and not destination.is_dir():
+        raise BundleError(f"{name} is a file: name a folder")
+    if not destination.is_dir():
+        return
+    # Names before owners: another process may put a whole folder there between the two, and owners that were asked
+    # of what stood there before would call its files foreign.
+    names = set(os.listdir(destination))
+    if foreign := sorted(names - set(ours(destination))):
+        raise BundleError(f"{name} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -101,7 +101,7 @@ class Bundle:
                     f"keep less in `{entry}`"
                 )
         files[CARD] = bundle_card(self).encode()
-        return replace_folder(Path(path), files, ours=owned_files(Path(path)))
+        return replace_folder(Path(path), files, ours=owned_files)
 
     def _manifest(self, files: Mapping[str, bytes]) -> dict[str, Any]:
         distinct = list(dict.fromkeys(formats for formats in self.layers if formats))

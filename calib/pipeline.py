@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from rich.text import Text
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from artifacts import Bundle, PageGeometry, load
-from artifacts.atomic import replace_folder
+from artifacts.atomic import Owned, refuse_foreign, replace_folder
 from artifacts.bundle import MANIFEST, SIDES, Tensor, owned_files
-from artifacts.errors import BundleError, FormatError
+from artifacts.errors import FormatError
 from calib.collect import collect, observes
 from calib.config import ConfigError, Settings
 from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_source, text_files
@@ -142,22 +142,17 @@ def model_dtype(name: str, device: torch.device) -> str:
 
 def check_destination(out: Path) -> None:
     """Raises what saving a bundle would raise at the end of the run."""
-    check_writable(out, "out", owned_files(Path(os.path.realpath(out))))
+    check_writable(out, "out", owned_files)
 
 
-def check_writable(path: Path, option: str, ours: Collection[str]) -> None:
+def check_writable(path: Path, option: str, ours: Owned) -> None:
     """Raises what replacing a folder would raise: foreign files, no permission, no way to swap folders."""
     destination = Path(os.path.realpath(path))
-    if destination.is_file():
-        raise BundleError(f"{option}={path} is a file: name a folder")
-    if destination.is_dir() and (foreign := sorted(set(os.listdir(destination)) - set(ours))):
-        raise BundleError(
-            f"{option}={path} holds {foreign[0]}, so it is not ours to replace: name a new or empty folder"
-        )
+    refuse_foreign(destination, ours, f"{option}={path}")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".signpost-", dir=destination.parent) as rehearsal:
         for _ in ("new", "replaced"):
-            replace_folder(Path(rehearsal) / "bundle", {MANIFEST: b""}, ours=(MANIFEST,))
+            replace_folder(Path(rehearsal) / "bundle", {MANIFEST: b""}, ours=lambda _: (MANIFEST,))
 
 
 def known_config(settings: Settings) -> Any | None:

@@ -77,7 +77,7 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         bundle = table.bundle(budget) if table else None
         check_destination(Path(config.out))
         if not known:
-            check_writable(path, "table", FILES)
+            check_writable(path, "table", lambda _: FILES)
         if bundle and config.eval.source == "none":
             bundle.save(config.out)
             return load(config.out)

@@ -124,7 +124,7 @@ class Table:
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         files = {TENSORS: data, RECORD: (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()}
-        return replace_folder(path, files, ours=FILES)
+        return replace_folder(path, files, ours=lambda _: FILES)
 
     @classmethod
     def load(cls, path: Path, candidates: Candidates) -> "Table":

@@ -70,7 +70,7 @@ def _write(options: argparse.Namespace, console: Console) -> Path:
     files = {PAGE: page(bundle, drawn).encode()}
     files |= {f"{picture.name}.png": picture.png for picture in drawn if picture.png is not None}
     out = options.out or Path(f"{str(options.bundle).rstrip('/')}-report")
-    return replace_folder(out, files, ours=(PAGE, *(f"{name}.png" for name in NAMES)))
+    return replace_folder(out, files, ours=lambda _: (PAGE, *(f"{name}.png" for name in NAMES)))
 
 
 def compared(path: Path) -> list[dict[str, Any]]:

@@ -228,6 +228,21 @@ def test_another_process_saves_to_the_same_new_path_first(tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == ["bundle"]
 
 
+def test_another_process_saves_while_the_folder_is_looked_at(tmp_path, monkeypatch):
+    """Its card, which stands there by then, is a bundle's and not a foreign README.md."""
+    path, listdir = tmp_path / "bundle", os.listdir
+    path.mkdir()
+
+    def late(folder):
+        monkeypatch.setattr(os, "listdir", listdir)
+        OLD.save(path)
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", late)
+    assert_same(load(NEW.save(path)), NEW)
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
 def test_two_processes_save_to_the_same_new_paths(tmp_path, start):
     code = "print(flush=True); input()\nfor i in range(40): {}.save(sys.argv[3] + str(i))"
     both = [start(code.format(name), f"{tmp_path}/") for name in ("OLD", "NEW")]
