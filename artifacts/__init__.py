@@ -19,9 +19,10 @@ from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.loading import load
 from artifacts.model import ModelFingerprint, Rope
-from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
+from artifacts.parts import Banded, Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
 __all__ = [
+    "Banded",
     "Bundle",
     "BundleCorruptError",
     "BundleError",

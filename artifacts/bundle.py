@@ -21,7 +21,7 @@ from artifacts.atomic import replace_folder
 from artifacts.card import CARD, MARK, bundle_card
 from artifacts.errors import BundleError, FormatError
 from artifacts.fields import PageShape, SideName, TensorSpec
-from artifacts.format import LayerFormat, to_json
+from artifacts.format import Format, LayerFormat, to_json
 from artifacts.geometry import CacheGeometry
 from artifacts.model import ModelFingerprint
 
@@ -63,6 +63,16 @@ class Bundle:
             raise FormatError(f"tensor {extra[0]} is not declared by any format ({len(extra)} in all)")
         for name, spec in expected.items():
             _check_tensor(name, self.tensors[name], spec)
+        for layer, formats in enumerate(self.layers):
+            for side in SIDES if formats else ():
+                self._check_side(layer, side, getattr(formats, side))
+
+    def _check_side(self, layer: int, side: SideName, fmt: Format) -> None:
+        shape, prefix = PageShape(fmt.t, self.model.h_kv, self.model.d, side), f"layers.{layer}.{side}."
+        try:
+            fmt.check_tensors(shape, {name: self.tensors[prefix + name] for name in fmt.bundle_tensors(shape)})
+        except FormatError as error:
+            raise FormatError(f"tensor layers.{layer}.{side}.{error}") from error
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes that the formats ask for."""

@@ -48,7 +48,12 @@ def findings(bundle: Bundle) -> Iterator[Finding]:
 
 
 def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    if fmt.rotate:
+    if fmt.rotate and fmt.rotate.kind == "learned":
+        for head, matrix in enumerate(tensors["rotation"]):
+            if np.linalg.matrix_rank(matrix.astype(np.float64)) < len(matrix):
+                yield "rotation", f"of head {head} is singular"
+                break
+    elif fmt.rotate:
         yield from _not_orthogonal("rotation", tensors["rotation"], 1.0)
         flat = np.abs(tensors["rotation"].astype(np.float64)) * np.sqrt(tensors["rotation"].shape[0])
         if fmt.rotate.kind == "hadamard" and not np.allclose(flat, 1, rtol=0, atol=2.0**-20):
@@ -61,7 +66,7 @@ def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, st
         yield from _bad_mask(tensors["outlier_mask"], fmt.sketch.outliers)
     if "lower" in tensors and (np.subtract(tensors["upper"], tensors["lower"], dtype=np.float64) < 0).any():
         yield "lower", "is above upper"
-    if fmt.dense and fmt.dense.codebook == "nuq" and np.abs(tensors["signposts"]).max() > 1:
+    if (fmt.banded or (fmt.dense and fmt.dense.codebook == "nuq")) and np.abs(tensors["signposts"]).max() > 1:
         yield "signposts", "lie outside [-1, 1], to which numbers are normalized"
     if "edges" in tensors and np.abs(tensors["edges"]).max() > 1:
         yield "edges", "lie outside [-1, 1], to which numbers are normalized"

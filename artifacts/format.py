@@ -1,13 +1,17 @@
 """A format says what pages of keys (or of values) hold: a sum of parts, plus the window that is not in pages at all."""
 
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from sys import float_info
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import numpy as np
+from numpy.typing import NDArray
+
 from artifacts.errors import FormatError, shown
 from artifacts.fields import Field, PageShape, TensorSpec
-from artifacts.parts import Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
+from artifacts.parts import Banded, Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
 T = TypeVar("T")
 
@@ -18,6 +22,7 @@ class Format:
 
     t       tokens per page
     dense   base codes, or None
+    banded  base codes of a width by band of channels instead, or None
     sparse  outliers on top, or None
     lowrank factors of what the parts before left, or None
     sketch  estimate of products with what the parts before left (keys only), or None
@@ -36,12 +41,15 @@ class Format:
     rotate: Rotate | None = None
     lowrank: LowRank | None = None
     sketch: Sketch | None = None
+    banded: Banded | None = None
 
     def __post_init__(self) -> None:
         if self.t < 1:
             raise FormatError(f"page of t={self.t} tokens: must be at least 1")
-        if not self.dense and not self.sketch:
-            raise FormatError("a page needs a part that covers every number: set dense or sketch")
+        if not self.dense and not self.banded and not self.sketch:
+            raise FormatError("a page needs a part that covers every number: set dense, banded or sketch")
+        if self.dense and self.banded:
+            raise FormatError("dense and banded are both codes of every number: set one of them")
         if self.sketch and self.domain == "pre_rope":
             raise FormatError(
                 "sketch with domain=pre_rope: the query is projected once, and RoPE would turn it for every token; "
@@ -64,10 +72,11 @@ class Format:
         return {name: t for name, t in (("center", self.center), ("rotate", self.rotate)) if t}
 
     @property
-    def parts(self) -> dict[str, Dense | Sparse | LowRank | Sketch]:
+    def parts(self) -> dict[str, Dense | Banded | Sparse | LowRank | Sketch]:
         """The additive parts by name; each encodes what those before it left."""
         named = (
             ("dense", self.dense),
+            ("banded", self.banded),
             ("sparse", self.sparse),
             ("lowrank", self.lowrank),
             ("sketch", self.sketch),
@@ -89,6 +98,11 @@ class Format:
         """Tensors that all parts expect in the bundle, for one layer and side."""
         parts = (*self.transforms.values(), *self.parts.values())
         return {name: spec for part in parts for name, spec in part.bundle_tensors(shape).items()}
+
+    def check_tensors(self, shape: PageShape, tensors: Mapping[str, NDArray[np.generic]]) -> None:
+        """Raises FormatError for numbers of the bundle's tensors that readers of pages could not live with."""
+        if self.banded:
+            self.banded.check_tensors(shape, tensors)
 
 
 @dataclass(frozen=True)

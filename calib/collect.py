@@ -14,7 +14,7 @@ from artifacts.errors import SignpostError
 from artifacts.fields import PageShape, SideName
 from calib.choices import LayerRecipe
 from calib.config import MethodConfig
-from calib.fits import Fit, Side, center, dense, lowrank, rotate, sketch, sparse
+from calib.fits import Fit, Side, banded, center, dense, lowrank, rotate, sketch, sparse
 from calib.passes import ALONE, Work, run_pass
 from calib.tap import Activations, Tap
 from runtime.parts import MODULES
@@ -24,6 +24,7 @@ PENDING = (
     rotate.pending,
     sparse.pending,
     dense.pending,
+    banded.pending,
     lowrank.pending,
     sketch.pending,
 )  # in the order in which parts need each other

@@ -8,11 +8,12 @@ from calib.signposts import WeightedHistogram
 _ROOM = 62  # bits of a sum, without its sign
 
 
-def moments(numbers: Tensor, weights: Tensor, bins: int) -> Tensor:
-    """Sums of w, w u and w u^2 of the numbers in each bin over [-1, 1], float64 [3, bins].
+def moments(numbers: Tensor, weights: Tensor, bins: int, group: Tensor | None = None, groups: int = 1) -> Tensor:
+    """Sums of w, w u and w u^2 of the numbers in each bin over [-1, 1], float64 [3, groups * bins].
 
     u is a number's distance from the middle of its bin, in bins. numbers: float32, any shape; those outside [-1, 1]
-    count as the nearer end. weights: float64 of the same shape, finite, not negative; 0 leaves a number out.
+    count as the nearer end. weights: float64 of the same shape, finite, not negative; 0 leaves a number out. group:
+    int64 of the same shape, to which of `groups` histograms a number belongs; None: there is one.
 
     The terms are added up as integers, because a GPU adds floats of one bin in any order it likes. A term is rounded to
     2^-39 of the largest weight (with 2^23 numbers, one bit more for half as many), so a bin whose numbers together
@@ -26,8 +27,8 @@ def moments(numbers: Tensor, weights: Tensor, bins: int) -> Tensor:
     index = place.floor().clamp_max(bins - 1)
     u = (place - index - 0.5).flatten()
     term = (weights / unit).flatten()
-    index = index.long().flatten()
-    sums = torch.zeros(3, bins, dtype=torch.int64, device=numbers.device)
+    index = (index.long() if group is None else index.long() + bins * group).flatten()
+    sums = torch.zeros(3, groups * bins, dtype=torch.int64, device=numbers.device)
     for row in sums:
         row.index_add_(0, index, term.round().long())
         term = term * u

@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from artifacts import CacheGeometry
+from artifacts.parts.banded import BAND
 from calib.config import ConfigError, Settings
 from calib.devices import place
+from calib.fits.banded import BINS
 from calib.forward import ROWS
 from calib.pipeline import LONG, check_settings, heads, known_config, model_dtype
 from calib.statistics import LANES
@@ -77,14 +79,14 @@ def working(settings: Settings, model: Any, dtype: torch.dtype) -> int:
     logits = 3 * ROWS * model.vocab_size * 4
     without = 2 * l * n * h_kv * d * dtype.itemsize
     graph = n * (8 * hidden + 4 * inner) * dtype.itemsize
-    fitted = [
-        fmt
-        for layer in settings.formats(l, sliding_windows(model))
-        if layer
-        for fmt in (layer.key, layer.value)
-        if fmt.dense and fmt.dense.codebook.startswith("nuq")
-    ]
-    histograms = len(fitted) * LANES * MOMENTS * settings.config.method.bins * 8
+    layers = [layer for layer in settings.formats(l, sliding_windows(model)) if layer]
+    sides = [fmt for layer in layers for fmt in (layer.key, layer.value)]
+    bins = settings.config.method.bins
+    numbers = bins * sum(fmt.dense is not None and fmt.dense.codebook.startswith("nuq") for fmt in sides)
+    numbers += min(BINS, bins) * h_kv * d // BAND * sum(fmt.banded is not None for fmt in sides)
+    # Passes follow each other, and what the larger one of these keeps is what counts.
+    matrices = 2 * h_kv * d * d * sum(fmt.rotate is not None and fmt.rotate.kind == "learned" for fmt in sides)
+    histograms = LANES * 8 * max(MOMENTS * numbers, matrices)
     return logits + max(without, (l + 1) * n * hidden * dtype.itemsize + graph + histograms)
 
 

@@ -17,7 +17,7 @@ from artifacts import PageGeometry
 from runtime import jit
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, attend_unit
+from runtime.units import MOST_ROWS, attend_unit, lacking_parts
 
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -213,6 +213,8 @@ def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) 
             f"pages of {t} tokens of keys and {value.format.t} of values: the kernels take 16, 32, 64 or 128"
         )
     for name, side in (("key", key), ("value", value)):
+        if lacking := lacking_parts(side):
+            raise jit.KernelError(f'{name}: the kernels cannot read {" and ".join(lacking)} yet; take device="cpu"')
         if side.format.lowrank and side.format.lowrank.rank > 8:
             raise jit.KernelError(f"{name}.lowrank.rank={side.format.lowrank.rank}: the kernels take at most 8")
         dense = side.format.dense

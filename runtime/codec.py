@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from artifacts import PageGeometry
-from runtime.parts import MODULES
+from runtime.parts import MODULES, rotate
 
 _TORCH = {"uint8": torch.uint8, "uint32": torch.int32, "float16": torch.float16, "float32": torch.float32}
 
@@ -25,6 +25,8 @@ class Codec:
         self.geometry = geometry
         self.device = torch.device(device)
         self.tables = {name: torch.as_tensor(t).to(self.device) for name, t in tensors.items()}
+        if geometry.format.rotate:
+            self.tables = rotate.prepared(self.tables)
 
     def encode(self, x: Tensor, segment: int = 1) -> tuple[dict[str, Tensor], Tensor]:
         """Encodes pages x [p, t, h_kv, d] (any float dtype, computed in float32, finite).

@@ -22,6 +22,7 @@ from artifacts.parts import Dense
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
 from runtime.cpu_sketch import SketchReader
+from runtime.parts import rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
 
@@ -29,6 +30,8 @@ from runtime.rope import Rotation
 _HALF = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 _SPLIT = 16  # pages whose values one task adds up; fixed, so that results do not depend on the number of cores
 _NO_TABLE = np.zeros((0, 0), np.float32)
+_NO_WIDTHS = np.zeros((0, 0), np.uint8)
+_NO_BOOKS = np.zeros((0, 0, 0), np.float32)
 _NO_PLACES = np.zeros(0, np.uint32)
 
 
@@ -47,7 +50,9 @@ class Pages(NamedTuple):
     scale_places             uint32 [rows * columns], where scales stand
     outlier_places           uint32 [256], where the numbers of a tile's first block of outliers stand; those of the
                              next stand `outlier_step` further on
-    codes ... corrections    offsets in bytes from the start of a head's page or of a record; -1: no such field
+    widths                   uint8 [h_kv, bands], bits of each band; empty where all codes are equally wide
+    band_values              float32 [h_kv, bands, codes], their codebooks
+    codes ... band_codes     offsets in bytes from the start of a head's page or of a record; -1: no such field
     factors                  uint8 [segments, h_kv, bytes], what pages of a segment share
     rank                     of the factors; left, segment: offsets as above
     """
@@ -79,13 +84,17 @@ class Pages(NamedTuple):
     scale_places: NDArray[np.uint32]
     outlier_places: NDArray[np.uint32]
     outlier_step: int
+    widths: NDArray[np.uint8]
+    band_values: NDArray[np.float32]
+    band_codes: int
 
     @classmethod
     def of(cls, pool: PagePool, tables: dict[str, Tensor]) -> "Pages":
         """The pool's bytes and layout; `tables` are the bundle's tensors of this side."""
         part, shape, fields = pool.geometry.format.dense, pool.geometry.shape, pool.geometry.fields
         rows, _, columns = part.scale_shape(shape) if part else (1, 1, 1)
-        from_bundle = part is not None and part.scales == "bundle"
+        banded = pool.geometry.format.banded
+        from_bundle = banded is not None or (part is not None and part.scales == "bundle")
         values = codebook(part, shape.d, tables, torch.device("cpu")).numpy() if part else _NO_TABLE[0:0].reshape(0)
         words, lanes, places = _places(part, shape) if part else (_NO_PLACES, _NO_PLACES, _NO_PLACES)
 
@@ -120,6 +129,9 @@ class Pages(NamedTuple):
             scale_places=_scale_places(part, shape) if part and not from_bundle else _NO_PLACES,
             outlier_places=fragment_order(TILE, shape.d, shape.side)[:BLOCK].astype(np.uint32),
             outlier_step=8 if shape.side == "key" else 16,
+            widths=tables["widths"].numpy() if banded else _NO_WIDTHS,
+            band_values=tables["signposts"].numpy() if banded else _NO_BOOKS,
+            band_codes=offset("band_codes"),
         )
 
 
@@ -148,7 +160,7 @@ class PageReader:
     t: int
     d: int
     pages: Pages
-    rotation: Tensor | None  # the format's own, float32 [d, d]: pages hold x P
+    undo: Tensor | None  # inverse of the format's own rotation P, float32 [d, d] or [h_kv, d, d]: pages hold x P
     mean: Tensor | None  # float32 [h_kv, d]: pages hold (x - mean) P
     sketch: SketchReader | None
 
@@ -157,7 +169,8 @@ class PageReader:
         """Reader of `pool`; `tables` are the bundle's tensors of this side."""
         shape, part = pool.geometry.shape, pool.geometry.format.sketch
         sketch = SketchReader(pool, part, tables) if part else None
-        return cls(shape.t, shape.d, Pages.of(pool, tables), tables.get("rotation"), tables.get("mean"), sketch)
+        undo = rotate.inverse_matrix(tables) if pool.geometry.format.rotate else None
+        return cls(shape.t, shape.d, Pages.of(pool, tables), undo, tables.get("mean"), sketch)
 
     def scores(self, q: Tensor, ids: Tensor, rotation: Rotation | None, position: int) -> Tensor:
         """Unscaled scores of every paged key.
@@ -169,10 +182,10 @@ class PageReader:
         """
         tokens = ids.numel() * self.t
         out = torch.empty(q.shape[0], q.shape[1], tokens)
-        # <q, mean + y P^T> = <q, mean> + <q P, y>: the query is transformed once, pages never.
+        # <q, mean + y P^-1> = <q, mean> + <q P^-T, y>: the query is transformed once, pages never.
         shift = None if self.mean is None else q @ self.mean[:, :, None]
-        if self.rotation is not None:
-            q = q @ self.rotation
+        if self.undo is not None:
+            q = q @ self.undo.mT
         cos, sin, interleaved = _NO_TABLE, _NO_TABLE, False
         if rotation is not None:
             cos, sin = (x[position : position + tokens].numpy() for x in rotation.table(position + tokens))
@@ -188,8 +201,8 @@ class PageReader:
         partial = torch.zeros(-(-ids.numel() // _SPLIT), h_kv, rows, self.d)
         _weighted_sum(self.pages, ids.numpy(), weights.contiguous().numpy(), self.t, partial.numpy())
         out = partial.sum(0)
-        if self.rotation is not None:
-            out = out @ self.rotation.T
+        if self.undo is not None:
+            out = out @ self.undo
         return out if self.mean is None else out + weights.sum(-1, keepdim=True) * self.mean[:, None]
 
 
@@ -202,7 +215,12 @@ def set_threads(n: int) -> None:
 def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
     """Fills tile [t, d] with the sum of the parts of one head's page, sketches left out."""
     t, d = tile.shape
-    if pages.codes < 0:
+    if pages.band_codes >= 0:
+        widths = pages.widths[head]
+        words = pages.heads[page, head, pages.band_codes : pages.band_codes + 4 * t * widths.sum()].view(np.uint32)
+        _look_up_bands(words, widths, pages.band_values[head], tile)
+        _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
+    elif pages.codes < 0:
         tile[:] = 0
     else:
         words = pages.heads[page, head, pages.codes : pages.codes + t * d * pages.bits // 8].view(np.uint32)
@@ -269,6 +287,33 @@ def _look_up(words: Any, bits: int, values: Any, at: Any, lanes: Any, places: An
                     c = of_tile[at[i + 2]] >> np.uint32(30)
                     first[to[30]] = values[a | ((b & np.uint32(1)) << np.uint32(2))]
                     first[to[31]] = values[(b >> np.uint32(1)) | (c << np.uint32(1))]
+
+
+@njit(cache=True)
+def _look_up_bands(words: Any, widths: Any, values: Any, tile: Any) -> None:
+    """tile [t, d] = values[band, codes], token after token, the runs of a token's bands one after the other."""
+    at, places = 0, np.arange(RUN)
+    for j in range(tile.shape[0]):
+        for band in range(widths.size):
+            to, book, bits = tile[j, band * RUN : (band + 1) * RUN], values[band], widths[band]
+            if bits == 0:
+                to[:] = book[0]
+            elif bits == 1:
+                _word(words[at], 1, 32, book, to, places)
+            elif bits == 2:
+                for w in range(2):
+                    _word(words[at + w], 2, 16, book, to, places[16 * w :])
+            elif bits == 4:
+                for w in range(4):
+                    _word(words[at + w], 4, 8, book, to, places[8 * w :])
+            else:
+                for w in range(3):
+                    _word(words[at + w], 3, 10, book, to, places[10 * w :])
+                a, b = words[at] >> np.uint32(30), words[at + 1] >> np.uint32(30)
+                c = words[at + 2] >> np.uint32(30)
+                to[30] = book[a | ((b & np.uint32(1)) << np.uint32(2))]
+                to[31] = book[(b >> np.uint32(1)) | (c << np.uint32(1))]
+            at += bits
 
 
 @njit(cache=True, inline="always")

@@ -32,7 +32,7 @@ from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError, Unit
 from runtime.parts import dense, lowrank
 from runtime.rope import Rotation
-from runtime.units import side_struct
+from runtime.units import lacking_parts, side_struct
 
 INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 HEAD_DIMS = (64, 128, 256)
@@ -147,6 +147,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
     if fmt.domain == "pre_rope" and rope is None:
         raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
+    if lacking := lacking_parts(geometry):
+        raise KernelError(f"the pack kernel cannot write {' and '.join(lacking)} yet: use the torch codec")
     if is_direct(geometry, dtype):
         return _direct_plan(geometry, dtype)
     select, part = select_kind(geometry), fmt.dense

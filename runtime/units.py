@@ -119,12 +119,20 @@ def require_kernels(bundle: Bundle) -> None:
         f"attention logits capped at softcap={model.softcap}": model.softcap is not None,
         f"sliding windows of {max(model.sliding, default=0)} tokens": any(model.sliding),
         "layers in full precision": None in bundle.layers,
+        **{what: True for side in bundle.geometry.sides for what in lacking_parts(side)},
     }
     if found := [what for what, is_there in lacking.items() if is_there]:
         raise UnsupportedModelError(
             f"{model.name}: the kernels for CUDA devices cannot do {' and '.join(found)} yet: decode on the CPU "
             "(device=cpu), or without a compressed cache"
         )
+
+
+def lacking_parts(side: PageGeometry) -> list[str]:
+    """What a format has that the kernels for CUDA devices cannot read."""
+    fmt = side.format
+    learned = fmt.rotate is not None and fmt.rotate.kind == "learned"
+    return ["codes of banded widths"] * (fmt.banded is not None) + ["learned rotations"] * learned
 
 
 def units(bundle: Bundle) -> list[Unit]:

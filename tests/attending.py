@@ -9,6 +9,7 @@ from artifacts import Bundle
 from runtime import KVCache
 from runtime.cache import Side
 from runtime.parts import MODULES
+from runtime.parts.rotate import inverse_matrix
 from tests.formats import Case, cache_numbers
 from tests.oracles.attention import U, attention, float32_bound
 from tests.oracles.rope import rotate
@@ -78,11 +79,14 @@ def decoding_error(side: Side, sequence: int, n: int) -> Array:
     if fmt.sketch:
         inner = inner + walk(4 * d + 9 / 8 * fmt.sketch.m + 17) * sizes["sketch"]
     outer = walk(2 * (d + 2) + n) if fmt.transforms else 0
-    mean, rotation = (
-        tables.get(name, default).double().numpy()
-        for name, default in (("mean", torch.zeros(1)), ("rotation", torch.eye(d)))
-    )
-    return U * ((inner + outer * total) @ np.abs(rotation.T) + outer * np.abs(mean))
+    undo = inverse_matrix(tables) if fmt.rotate else torch.eye(d)
+    mean = tables.get("mean", torch.zeros(1)).double().numpy()
+    return U * (transformed(inner + outer * total, undo.double().abs().numpy()) + outer * np.abs(mean))
+
+
+def transformed(x: Array, matrix: Array) -> Array:
+    """x [tokens, h_kv, d] times a matrix [d, d], or one for each head."""
+    return x @ matrix if matrix.ndim == 2 else np.einsum("nhc,hcd->nhd", x, matrix)
 
 
 def _size(side: Side, name: str, fields: dict[str, Tensor]) -> Array:

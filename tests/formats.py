@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts import (
+    Banded,
     Bundle,
     Center,
     Dense,
@@ -29,6 +30,7 @@ from artifacts import (
     Window,
 )
 from artifacts.fields import SideName
+from artifacts.parts.banded import BAND
 
 DENSE: dict[str, dict[str, Any] | None] = {
     "channel-bundle": {"axis": "channel", "scales": "bundle"},
@@ -213,11 +215,15 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
     """Tensors that `fmt` declares, calibrated in the plainest way on 256 tokens of `cache_numbers`."""
     rng = np.random.default_rng(seed)
     x = cache_numbers((256, h_kv, d), seed).astype(np.float64)
-    tensors = {}
+    tensors, whole = {}, {}
     if fmt.center:
         tensors["mean"] = x.mean(0)
         x -= tensors["mean"]
-    if fmt.rotate:
+    if fmt.rotate and fmt.rotate.kind == "learned":  # neither orthogonal nor alike for all heads
+        matrices = [np.exp(rng.normal(size=d)) * _orthogonal("haar", d, rng) for _ in range(h_kv)]
+        whole["rotation"] = np.stack([np.rint(m / np.abs(m).max(0) * 127) for m in matrices]).astype(np.int8)
+        x = np.einsum("nhc,hcd->nhd", x, whole["rotation"].astype(np.float64))
+    elif fmt.rotate:
         tensors["rotation"] = _orthogonal(fmt.rotate.kind, d, rng)
         x @= tensors["rotation"]
     if fmt.sparse and fmt.sparse.thresholds == "bundle":
@@ -228,7 +234,7 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
             lower, upper = np.quantile(x, ends).reshape(2, 1, 1)
         tensors |= {"lower": lower, "upper": upper}
         x = np.clip(x, lower, upper)
-    if fmt.dense and fmt.dense.scales == "bundle":
+    if fmt.banded or (fmt.dense and fmt.dense.scales == "bundle"):
         low, high = x.min(0), x.max(0)
         tensors |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
     if fmt.dense and fmt.dense.codebook in ("nuq", "nuq-qnorm"):
@@ -236,8 +242,23 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
     if fmt.dense and fmt.dense.codebook == "nuq-qnorm":
         tensors["edges"] = (tensors["signposts"][:-1] + tensors["signposts"][1:]) / 2
         tensors["signposts"] = 1.1 * tensors["signposts"] + 0.05
-    found = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    if fmt.banded:
+        whole["widths"] = _widths(fmt.banded, h_kv, d // BAND, rng)
+        tensors["signposts"] = np.sort(rng.uniform(-1, 1, (*whole["widths"].shape, 1 << fmt.banded.most)))
+    found = whole | {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     return found | (_sketches(fmt.sketch, h_kv, d, rng) if fmt.sketch else {})
+
+
+def _widths(part: Banded, h_kv: int, bands: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Widths that add up to what every head has, moved from band to band at random."""
+    widths = np.full((h_kv, bands), int(part.bits))
+    for head in widths:
+        head[: round((part.bits - int(part.bits)) * bands)] += 1
+        for _ in range(4 * bands):
+            a, b = rng.integers(bands, size=2)
+            if a != b and head[a] > 0 and head[b] < part.most:
+                head[a], head[b] = head[a] - 1, head[b] + 1
+    return widths.astype(np.uint8)
 
 
 def _sketches(part: Sketch, h_kv: int, d: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:

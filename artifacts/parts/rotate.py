@@ -1,7 +1,8 @@
-"""`rotate`: an orthogonal matrix applied to every head's vectors before the other parts, and undone after them.
+"""`rotate`: a matrix applied to every head's vectors before the other parts, and undone after them.
 
-The query is rotated once per step, the output un-rotated once; pages never are. Sources: TurboQuant (random rotation),
-QuaRot (randomized Hadamard).
+The query is rotated once per step, the output un-rotated once; pages never are. That costs the same for any invertible
+matrix, so a learned one need not be orthogonal. Sources: TurboQuant (random rotation), QuaRot (randomized Hadamard);
+the Karhunen-Loeve transform in the metric of the loss (`calib/fits/rotate.py`).
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from artifacts.fields import Field, PageShape, TensorSpec
 class Rotate:
     """Parameters of the rotation.
 
-    kind  `haar`: uniformly random; `hadamard`: Sylvester's matrix with random signs (d a power of two)
+    kind  `haar`: uniformly random; `hadamard`: Sylvester's matrix with random signs (d a power of two); `learned`: from
+          second moments of numbers and gradients, a matrix for each head, in eight bits
     """
 
-    kind: Literal["haar", "hadamard"]
+    kind: Literal["haar", "hadamard", "learned"]
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where there is no such matrix."""
@@ -32,5 +34,7 @@ class Rotate:
         return ()
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
-        """rotation: the matrix P, a row vector x becomes x P; one for all heads of the layer."""
+        """rotation: the matrix P, a row vector x becomes x P; one for all heads of the layer, or one for each."""
+        if self.kind == "learned":
+            return {"rotation": TensorSpec("int8", (shape.h_kv, shape.d, shape.d))}
         return {"rotation": TensorSpec("float32", (shape.d, shape.d))}

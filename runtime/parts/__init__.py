@@ -2,12 +2,13 @@
 
 from types import ModuleType
 
-from runtime.parts import center, dense, lowrank, rotate, sketch, sparse
+from runtime.parts import banded, center, dense, lowrank, rotate, sketch, sparse
 
 MODULES: dict[str, ModuleType] = {
     "center": center,
     "rotate": rotate,
     "dense": dense,
+    "banded": banded,
     "sparse": sparse,
     "lowrank": lowrank,
     "sketch": sketch,

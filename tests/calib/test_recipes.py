@@ -23,6 +23,15 @@ from tests.attending import expected, filled, step
 from tests.formats import Case, all_pairs, cache_numbers, random_tensors
 
 RECIPES = {path.stem: [f"method={path.stem}"] for path in sorted((CONF / "method").glob("*.yaml"))} | {
+    # Widths of their own, whatever `bits` is: one a head's mean of which is no whole number, and few.
+    "banded": ["method=banded", "method.key.banded.bits=2.5", "method.value.banded.bits=1.5"],
+    "banded-outliers": [
+        "method=banded",
+        "++method.key.banded={bits: 1, most: 3}",
+        "++method.key.sparse={fraction: 0.01, axis: channel, thresholds: bundle}",
+        "method.value.banded.bits=3",
+        "++method.value.center={}",
+    ],
     "gear-on-nuq": [
         "method=kvquant",
         "++method.key.lowrank={rank: 4, block_rank: 2}",
@@ -80,7 +89,8 @@ def test_bits_and_bytes(recipe: str, bits: int) -> None:
                 assert pages == geometry.format.window.pages(PROMPT + MORE, geometry.format.t)
                 assert side.pool.nbytes == pages * geometry.page_bytes + segments * h_kv * geometry.segment_bytes
                 assert geometry.bits == 8 * geometry.page_bytes / (geometry.format.t * h_kv * d)
-                assert geometry.bits >= (geometry.format.dense.bits if geometry.format.dense else 1)
+                codes = geometry.format.dense or geometry.format.banded
+                assert geometry.bits >= (codes.bits if codes else 1)
 
 
 @pytest.mark.parametrize("d", AXES["d"])

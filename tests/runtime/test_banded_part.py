@@ -1,0 +1,205 @@
+"""`banded`: codes of a width by band, against a reader of the bytes of its own and against float64."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from artifacts import Banded, Dense, Format, FormatError, LayerFormat, PageGeometry, PageShape, Rotate
+from artifacts.codes import unpack
+from artifacts.errors import UnsupportedModelError
+from artifacts.parts.banded import BAND
+from runtime import jit
+from runtime.attention import check
+from runtime.codec import Codec, PagePool
+from runtime.pack import plan
+from runtime.parts import banded, rotate
+from runtime.units import units
+from tests.formats import cache_numbers, random_bundle, random_tensors
+
+U = 2.0**-24
+H, T = 3, 32
+CASES = [(1.5, 4, 64), (2.25, 4, 128), (0.75, 2, 128), (2.5, 3, 64), (4.0, 4, 256), (2.5, 4, 256)]
+cases = pytest.mark.parametrize("bits, most, d", CASES)
+
+
+def codec_of(bits: float, most: int, d: int, side: str = "key") -> Codec:
+    fmt = Format(T, banded=Banded(bits, most))
+    return Codec(PageGeometry.of(fmt, H, d, side), random_tensors(fmt, H, d, 3))
+
+
+def pages(d: int) -> torch.Tensor:
+    return torch.from_numpy(cache_numbers((2, T, H, d), 1))
+
+
+@cases
+def test_codes_are_the_nearest_signposts_of_their_band(bits, most, d):
+    """Found again from the bytes: no other signpost of the band is nearer, up to the roundings of normalizing (three of
+    the number's and the zero point's size over the scale) and of the edge (two)."""
+    codec = codec_of(bits, most, d)
+    x = pages(d)
+    fields, decoded = codec.encode(x)
+    pool = PagePool(codec.geometry, 2)
+    pool.heads.fill_(0xFF)
+    pool.write(torch.tensor([0, 1]), fields)
+    tables = {name: table.numpy() for name, table in codec.tables.items()}
+    assert len(set(tables["widths"].flatten())) > 1 or bits == most
+    stored = pool.heads.numpy()[..., : 4 * T * round(bits * d // BAND)].copy().view("<u4").reshape(2, H, T, -1)
+    for head in range(H):
+        start = 0
+        for band, width in enumerate(tables["widths"][head].tolist()):
+            words = stored[:, head, :, start : start + width]
+            start += width
+            codes = unpack(np.ascontiguousarray(words)[..., None, :], width) if width else np.zeros((2, T, BAND), int)
+            channels = slice(band * BAND, (band + 1) * BAND)
+            book = tables["signposts"][head, band, : 1 << width].astype(np.float64)
+            scale, zero = (tables[name][head, channels].astype(np.float64) for name in ("scale", "zero"))
+            numbers = x[:, :, head, channels].double().numpy()
+            value = zero + scale * book[codes]
+            got = decoded[:, :, head, channels].double().numpy()
+            assert (np.abs(got - value) <= 2 * U * (np.abs(zero) + np.abs(scale * book[codes]))).all()
+            exact = (numbers - zero) / scale
+            slack = 4 * U * (np.abs(numbers) + np.abs(zero)) / scale + 2 * U
+            nearest = np.abs(exact[..., None] - book).min(-1)
+            assert (np.abs(exact - book[codes]) <= nearest + 2 * slack).all()
+        assert start == round(bits * d // BAND)
+
+
+@cases
+def test_pages_cost_the_mean_width(bits, most, d):
+    geometry = codec_of(bits, most, d).geometry
+    assert geometry.bits == bits
+    assert geometry.page_bytes == T * H * d * bits / 8
+
+
+def test_equal_widths_are_dense_codes():
+    """With one width, and signposts alike, it decodes to what `dense` does, bit for bit."""
+    d, bits = 128, 3
+    fmt = Format(T, dense=Dense(bits, "channel", 0, "nuq", "bundle"))
+    tables = random_tensors(fmt, H, d, 0)
+    alike = {
+        "scale": tables["scale"],
+        "zero": tables["zero"],
+        "widths": np.full((H, d // BAND), bits, np.uint8),
+        "signposts": np.tile(np.pad(tables["signposts"], (0, 8), "edge"), (H, d // BAND, 1)),
+    }
+    one = Codec(PageGeometry.of(fmt, H, d, "key"), tables)
+    other = Codec(PageGeometry.of(Format(T, banded=Banded(bits)), H, d, "key"), alike)
+    assert torch.equal(one.encode(pages(d))[1], other.encode(pages(d))[1])
+
+
+def test_a_channel_without_range_is_its_zero_point():
+    codec = codec_of(2.25, 4, 128)
+    codec.tables["scale"][:, 5] = 0.0
+    _, decoded = codec.encode(pages(128))
+    assert torch.equal(decoded[:, :, :, 5], codec.tables["zero"][:, 5].expand(2, T, H))
+
+
+def test_edges_are_what_a_tie_falls_below():
+    part, shape = Banded(1.0, 1), PageShape(16, 1, 32, "key")
+    tables = {
+        "scale": torch.ones(1, 32),
+        "zero": torch.zeros(1, 32),
+        "widths": torch.ones(1, 1, dtype=torch.uint8),
+        "signposts": torch.tensor([[[-0.5, 1.0]]]),
+    }
+    x = torch.tensor([0.25, 0.2500001, -2.0, 3.0]).repeat(128).reshape(1, 16, 1, 32)
+    fields, decoded = banded.encode(part, shape, x, None, tables)
+    assert torch.equal(decoded.flatten()[:4], torch.tensor([-0.5, 1.0, -0.5, 1.0]))
+    assert torch.equal(banded.decode(part, shape, fields, tables), decoded)
+
+
+def test_learned_rotations_are_undone_by_their_inverse():
+    """x P P^-1 = x to the roundings of both products, which P's condition number magnifies."""
+    d = 64
+    tables = rotate.prepared({"rotation": torch.from_numpy(learned(d)["rotation"])})
+    x = torch.randn(4, H, d, generator=torch.Generator().manual_seed(0))
+    p, back = tables["rotation"].double(), tables["unrotation"].double()
+    bound = 2 * (d + 2) * U * torch.einsum("nhc,hcd,hde->nhe", x.abs().double(), p.abs(), back.abs())
+    assert ((rotate.inverse(rotate.forward(x, tables), tables) - x).abs() <= bound).all()
+    assert (p @ back - torch.eye(d)).abs().max() < 1e-4
+
+
+def learned(d: int) -> dict[str, np.ndarray]:
+    return random_tensors(Format(T, banded=Banded(2.0), rotate=Rotate("learned")), H, d, 0)
+
+
+def test_learned_gradients_are_those_of_autograd():
+    d = 64
+    tables = {"rotation": torch.from_numpy(learned(d)["rotation"])}
+    y = torch.randn(5, H, d, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(1))
+    p = tables["rotation"].double()
+    x = torch.einsum("nhc,hcd->nhd", y, torch.linalg.inv(p))
+    weights = torch.randn(5, H, d, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (x * weights).sum().backward()
+    found = rotate.forward_gradient(weights.float(), tables).double()
+    bound = (d + 4) * U * torch.einsum("nhc,hdc->nhd", weights.abs(), torch.linalg.inv(p).abs())
+    assert ((found - y.grad).abs() <= bound).all()
+
+
+def test_a_singular_rotation_is_refused():
+    fmt = Format(T, banded=Banded(2.0), rotate=Rotate("learned"))
+    tables = random_tensors(fmt, H, 64, 0) | {"rotation": np.ones((H, 64, 64), np.int8)}
+    with pytest.raises(FormatError, match="singular"):
+        Codec(PageGeometry.of(fmt, H, 64, "value"), tables)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "bits, most, words",
+    [(0, 4, "above 0"), (4.5, 4, "at most banded.most=4"), (2, 5, "1 to 4 bits"), (0.5, 0, "1 to 4 bits")],
+)
+def test_impossible_widths(bits, most, words):
+    with pytest.raises(FormatError, match=words):
+        Banded(bits, most)
+
+
+@pytest.mark.parametrize(
+    "bits, d, words",
+    [(2.3, 128, r"a multiple of 1/4, such as 2.25"), (0.1, 64, "such as 0.5"), (2.0, 80, "not a multiple of 32")],
+)
+def test_widths_that_no_head_has(bits, d, words):
+    with pytest.raises(FormatError, match=words):
+        PageGeometry.of(Format(T, banded=Banded(bits)), H, d, "key")
+
+
+def test_two_kinds_of_codes():
+    with pytest.raises(FormatError, match="set one of them"):
+        Format(T, dense=Dense(2, "token"), banded=Banded(2.0))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda widths: widths.__setitem__((1, 0), 5), r"layers.1.value.widths holds 5: banded.most=4"),
+        (lambda widths: widths.__setitem__((1, 0), widths[1, 0] ^ 1), r"layers.1.value.widths of head 1 add up to"),
+    ],
+)
+def test_bundles_with_widths_that_pages_lack(change, words):
+    """They would let a reader run over the end of a page."""
+    bundle = random_bundle([banded_layer()] * 2, 6, H, 128)
+    tensors = dict(bundle.tensors)
+    tensors["layers.1.value.widths"] = tensors["layers.1.value.widths"].copy()
+    change(tensors["layers.1.value.widths"])
+    with pytest.raises(FormatError, match=words):
+        dataclasses.replace(bundle, tensors=tensors)
+
+
+def banded_layer() -> LayerFormat:
+    return LayerFormat(
+        Format(T, banded=Banded(2.25), domain="pre_rope"), Format(T, banded=Banded(1.5), rotate=Rotate("learned"))
+    )
+
+
+def test_kernels_for_gpus_say_what_they_lack():
+    key = PageGeometry.of(banded_layer().key, 2, 128, "key")
+    value = PageGeometry.of(banded_layer().value, 2, 128, "value")
+    with pytest.raises(jit.KernelError, match="key: the kernels cannot read codes of banded widths yet; take device="):
+        check(key, value, 2, torch.float16)
+    with pytest.raises(jit.KernelError, match="codes of banded widths and learned rotations yet: use the torch codec"):
+        plan(value, None, torch.float16, "sm_90a")
+    with pytest.raises(UnsupportedModelError, match="cannot do codes of banded widths and learned rotations yet"):
+        units(random_bundle([banded_layer()], 2, 2, 128))
