@@ -243,13 +243,13 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
         tensors["edges"] = (tensors["signposts"][:-1] + tensors["signposts"][1:]) / 2
         tensors["signposts"] = 1.1 * tensors["signposts"] + 0.05
     if fmt.banded:
-        whole["widths"] = _widths(fmt.banded, h_kv, d // BAND, rng)
+        whole["widths"] = band_widths(fmt.banded, h_kv, d // BAND, rng)
         tensors["signposts"] = np.sort(rng.uniform(-1, 1, (*whole["widths"].shape, 1 << fmt.banded.most)))
     found = whole | {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     return found | (_sketches(fmt.sketch, h_kv, d, rng) if fmt.sketch else {})
 
 
-def _widths(part: Banded, h_kv: int, bands: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def band_widths(part: Banded, h_kv: int, bands: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Widths that add up to what every head has, moved from band to band at random."""
     widths = np.full((h_kv, bands), int(part.bits))
     for head in widths:

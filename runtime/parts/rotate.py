@@ -27,14 +27,16 @@ def inverse_matrix(tables: dict[str, Tensor]) -> Tensor:
 
 def forward(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
     """Row vectors x [..., h_kv, d] times P, which calibration makes on the CPU, wherever the model is."""
-    return _times(x, tables["rotation"].to(x.device, torch.float32))
+    matrix = tables["rotation"].to(x.device)
+    return _times(x, matrix if matrix.is_floating_point() else matrix.to(x.dtype))
 
 
 def forward_gradient(gradient: Tensor, tables: dict[str, Tensor]) -> Tensor:
     """Gradients with respect to x as gradients with respect to x P: times P^-T, which is P if P is orthogonal."""
     if tables["rotation"].dim() == 2:
         return forward(gradient, tables)
-    return _times(gradient, inverse_matrix(prepared(tables)).mT.to(gradient.device))
+    known = tables if "unrotation" in tables else prepared(tables)
+    return _times(gradient, inverse_matrix(known).mT.to(gradient.device))
 
 
 def inverse(x: Tensor, tables: dict[str, Tensor]) -> Tensor:

@@ -23,6 +23,8 @@ from artifacts import (
     Sparse,
     Window,
 )
+from artifacts.parts.banded import BAND
+from tests.formats import band_widths
 
 SIZE = st.integers(0, 300)
 
@@ -99,6 +101,11 @@ def tensors_of(layers: tuple[LayerFormat | None, ...], model: ModelFingerprint, 
             for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d, side)).items():
                 numbers = np.sort(rng.random(spec.shape, np.float32), axis=-1)
                 tensors[f"layers.{l}.{side}.{name}"] = (-numbers if name == "lower" else numbers).astype(spec.dtype)
+            if fmt.banded:
+                widths = band_widths(fmt.banded, model.h_kv, model.d // BAND, rng)
+                tensors[f"layers.{l}.{side}.widths"] = widths
+            if fmt.rotate and fmt.rotate.kind == "learned":
+                tensors[f"layers.{l}.{side}.rotation"] = np.stack([127 * np.eye(model.d, dtype=np.int8)] * model.h_kv)
     return tensors
 
 

@@ -104,7 +104,7 @@ REFUSED = {
         lambda: LayerFormat(Format(64, TOKEN), Format(64, sketch=Sketch(64))),
         r"value\.sketch: a sketch estimates products with the query",
     ),
-    "nothing at all": (lambda: Format(64), r"a page needs a part that covers every number: set dense or sketch"),
+    "nothing at all": (lambda: Format(64), r"a part that covers every number: set dense, banded or sketch"),
     "hadamard of no power of two": (
         lambda: Rotate("hadamard").check(PageShape(64, 2, 96, "key")),
         r"needs a head dimension that is a power of two, not 96: use haar",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts import Banded, Format, PageGeometry, PageShape, Rotate
-from artifacts.errors import SignpostError
+from artifacts.errors import FormatError, SignpostError
 from artifacts.parts.banded import BAND
 from calib.collect import SideFits
 from calib.config import MethodConfig
@@ -164,3 +164,15 @@ def test_a_band_without_weight_is_stored_as_nothing():
     tables = fitted(Format(T, banded=Banded(2.0)), x, g, "fisher").tables
     assert (tables["widths"][:, 1] == 0).all()
     assert tables["signposts"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "bits, words",
+    [
+        ("8", r"method\.key\.banded: banded\.bits=8 must be above 0 and at most banded\.most=4"),
+        ("0", r"banded\.bits=0 must be above 0"),
+    ],
+)
+def test_recipes_with_widths_that_no_band_has(settings, bits, words):
+    with pytest.raises(FormatError, match=words):
+        settings("method=banded", f"bits={bits}")

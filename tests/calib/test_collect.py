@@ -84,7 +84,11 @@ def test_passes_and_which_of_them_pay_for_gradients(settings, tiny_model, monkey
 @pytest.mark.parametrize(
     "overrides",
     [
-        *([f"method={m}", f"outliers={o}", f"bits={b}"] for m, o, b in product(METHODS, ("0", "0.01"), (2, 3, 4, 8))),
+        *(
+            [f"method={m}", f"outliers={o}", f"bits={b}"]
+            for m, o, b in product(METHODS, ("0", "0.01"), (2, 3, 4, 8))
+            if (m, b) != ("banded", 8)  # no band is as wide
+        ),
         *([f"experiment={e}"] for e in EXPERIMENTS),
     ],
     ids=" ".join,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-DTYPES = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+DTYPES = {"F32": np.dtype("<f4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")}
 
 
 def read(folder):
@@ -88,7 +88,11 @@ def declared(manifest):
             if "center" in fmt:
                 names["mean"] = ("F32", (h, d))
             if "rotate" in fmt:
-                names["rotation"] = ("F32", (d, d))
+                learned = fmt["rotate"]["kind"] == "learned"
+                names["rotation"] = ("I8", (h, d, d)) if learned else ("F32", (d, d))
+            if banded := fmt.get("banded"):
+                names |= {name: ("F32", (h, d)) for name in ("scale", "zero")} | {"widths": ("U8", (h, d // 32))}
+                names["signposts"] = ("F32", (h, d // 32, 1 << banded.get("most", 4)))
             if dense := fmt.get("dense"):
                 codes, book = 1 << dense["bits"], dense.get("codebook", "uniform")
                 if dense.get("scales", "online") == "bundle":

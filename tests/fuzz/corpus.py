@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from artifacts import Bundle, Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Sparse, Window
+from artifacts import Banded, Bundle, Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Sparse, Window
 from tests.artifacts.samples import kvquant, mixed_bundle, sample_bundle
 
 Files = dict[str, bytes]
@@ -26,6 +26,12 @@ def bundles() -> dict[str, Bundle]:
             LayerFormat(
                 Format(64, Dense(3, "head", 0, "lloyd", "online", "norm"), center=Center(), rotate=Rotate("hadamard")),
                 Format(64, Dense(8, "head", 0, "nuq-qnorm", "online", "range"), rotate=Rotate("haar")),
+            ),
+        ),
+        "banded": (
+            LayerFormat(
+                Format(32, banded=Banded(2.5), domain="pre_rope"),
+                Format(32, banded=Banded(1.5, 3), rotate=Rotate("learned")),
             ),
         ),
     }
