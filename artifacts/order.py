@@ -56,6 +56,18 @@ def _registers(t: int, d: int, side: SideName) -> NDArray[np.int64]:
 
 
 @cache
+def band_order(d: int, side: SideName) -> NDArray[np.int64]:
+    """Channels of a head by bands of 32, int64 [d]: of values 32 neighbours, of keys 16 in each half of the head.
+
+    So both channels of a rotary pair are in one band (if all channels are rotated), and bands are by frequency.
+    """
+    if side == "value":
+        return np.arange(d)
+    band, half, k = np.ogrid[: d // RUN, :2, : RUN // 2]
+    return (half * (d // 2) + band * (RUN // 2) + k).reshape(-1)
+
+
+@cache
 def word_order(d: int, bits: int) -> NDArray[np.int64]:
     """Which word of a tile's lanes, one lane after the other, stands where: int64 [d / 2 * bits].
 

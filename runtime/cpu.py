@@ -17,7 +17,7 @@ from torch import Tensor
 
 from artifacts.codes import RUN
 from artifacts.fields import PageShape
-from artifacts.order import LANES, TILE, channel_order, code_order, fragment_order, word_order
+from artifacts.order import LANES, TILE, band_order, channel_order, code_order, fragment_order, word_order
 from artifacts.parts import Dense
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
@@ -52,6 +52,7 @@ class Pages(NamedTuple):
                              next stand `outlier_step` further on
     widths                   uint8 [h_kv, bands], bits of each band; empty where all codes are equally wide
     band_values              float32 [h_kv, bands, codes], their codebooks
+    band_places              uint32 [d], channels by band
     codes ... band_codes     offsets in bytes from the start of a head's page or of a record; -1: no such field
     factors                  uint8 [segments, h_kv, bytes], what pages of a segment share
     rank                     of the factors; left, segment: offsets as above
@@ -86,6 +87,7 @@ class Pages(NamedTuple):
     outlier_step: int
     widths: NDArray[np.uint8]
     band_values: NDArray[np.float32]
+    band_places: NDArray[np.uint32]
     band_codes: int
 
     @classmethod
@@ -131,6 +133,7 @@ class Pages(NamedTuple):
             outlier_step=8 if shape.side == "key" else 16,
             widths=tables["widths"].numpy() if banded else _NO_WIDTHS,
             band_values=tables["signposts"].numpy() if banded else _NO_BOOKS,
+            band_places=band_order(shape.d, shape.side).astype(np.uint32),
             band_codes=offset("band_codes"),
         )
 
@@ -218,7 +221,7 @@ def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
     if pages.band_codes >= 0:
         widths = pages.widths[head]
         words = pages.heads[page, head, pages.band_codes : pages.band_codes + 4 * t * widths.sum()].view(np.uint32)
-        _look_up_bands(words, widths, pages.band_values[head], tile)
+        _look_up_bands(words, widths, pages.band_values[head], pages.band_places, tile)
         _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
     elif pages.codes < 0:
         tile[:] = 0
@@ -290,14 +293,16 @@ def _look_up(words: Any, bits: int, values: Any, at: Any, lanes: Any, places: An
 
 
 @njit(cache=True)
-def _look_up_bands(words: Any, widths: Any, values: Any, tile: Any) -> None:
+def _look_up_bands(words: Any, widths: Any, values: Any, channels: Any, tile: Any) -> None:
     """tile [t, d] = values[band, codes], token after token, the runs of a token's bands one after the other."""
-    at, places = 0, np.arange(RUN)
+    at = 0
     for j in range(tile.shape[0]):
+        to = tile[j]
         for band in range(widths.size):
-            to, book, bits = tile[j, band * RUN : (band + 1) * RUN], values[band], widths[band]
+            places, book, bits = channels[band * RUN : (band + 1) * RUN], values[band], widths[band]
             if bits == 0:
-                to[:] = book[0]
+                for i in range(RUN):
+                    to[places[i]] = book[0]
             elif bits == 1:
                 _word(words[at], 1, 32, book, to, places)
             elif bits == 2:
@@ -311,8 +316,8 @@ def _look_up_bands(words: Any, widths: Any, values: Any, tile: Any) -> None:
                     _word(words[at + w], 3, 10, book, to, places[10 * w :])
                 a, b = words[at] >> np.uint32(30), words[at + 1] >> np.uint32(30)
                 c = words[at + 2] >> np.uint32(30)
-                to[30] = book[a | ((b & np.uint32(1)) << np.uint32(2))]
-                to[31] = book[(b >> np.uint32(1)) | (c << np.uint32(1))]
+                to[places[30]] = book[a | ((b & np.uint32(1)) << np.uint32(2))]
+                to[places[31]] = book[(b >> np.uint32(1)) | (c << np.uint32(1))]
             at += bits
 
 

@@ -1,10 +1,10 @@
 """`banded`: codes of as many bits as each band of a head's channels deserves, `x = zero + scale * codebook[code]`.
 
-Calibration gives every band (32 neighbouring channels of one kv head) a width of 0 to `most` bits and a codebook of its
-own, so that a head's bits go where its loss is; all heads have as many bits in all, so their pages are alike. Scales
-and zero points belong to channels and come from the bundle: nothing is found online. A band of width 0 is stored as
-nothing and decoded as its one signpost. Source: reverse water-filling (Cover and Thomas, Elements of Information
-Theory, 10.3.3), over measured costs instead of Gaussian variances.
+Calibration gives every band (32 channels of one kv head, see `artifacts.order.band_order`) a width of 0 to `most` bits
+and a codebook of its own, so that a head's bits go where its loss is; all heads have as many bits in all, so their
+pages are alike. Scales and zero points belong to channels and come from the bundle: nothing is found online. A band of
+width 0 is stored as nothing and decoded as its one signpost. Source: reverse water-filling (Cover and Thomas, Elements
+of Information Theory, 10.3.3), over measured costs instead of Gaussian variances.
 """
 
 from dataclasses import dataclass

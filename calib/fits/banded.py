@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from artifacts.errors import SignpostError
+from artifacts.fields import SideName
+from artifacts.order import band_order
 from artifacts.parts import Banded
 from artifacts.parts.banded import BAND
 from calib.fits import Fit, Side
@@ -32,7 +34,7 @@ def pending(side: Side) -> Fit | None:
             return RangeFit()
         side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
     if "signposts" not in side.tables:
-        return BandFit(part, side.method.weights, min(BINS, side.method.bins), side.tables, side.name)
+        return BandFit(part, side.shape.side, side.method.weights, min(BINS, side.method.bins), side.tables, side.name)
     return None
 
 
@@ -45,9 +47,11 @@ class BandFit(Fit):
 
     title = "bands"
 
-    def __init__(self, part: Banded, weights: str, bins: int, tables: dict[str, Tensor], name: str = "this side"):
+    def __init__(
+        self, part: Banded, side: SideName, weights: str, bins: int, tables: dict[str, Tensor], name: str = "this side"
+    ):
         super().__init__(weighted=LaneSums())
-        self.part, self.bins, self.tables, self.name = part, bins, tables, name
+        self.part, self.side, self.bins, self.tables, self.name = part, side, bins, tables, name
         self.gradients = weights != "none"
 
     def sees(self) -> dict[str, Any]:
@@ -61,9 +65,10 @@ class BandFit(Fit):
             weight = weight * gradient.double().square()
         if outliers is not None:
             weight = weight.masked_fill(outliers, 0.0)
-        bands = h_kv * (d // BAND)
-        group = torch.arange(bands, device=pages.device).repeat_interleave(BAND).view(h_kv, d)
-        sums = moments(normalized, weight, self.bins, group.expand_as(pages), bands)
+        bands = d // BAND
+        band = torch.from_numpy(band_order(d, self.side)).argsort().to(pages.device) // BAND
+        group = torch.arange(h_kv, device=pages.device)[:, None] * bands + band
+        sums = moments(normalized, weight, self.bins, group.expand_as(pages), h_kv * bands)
         self.statistics["weighted"].add(sums.view(3, h_kv, -1, self.bins), lane)
 
     def collected(self) -> dict[str, Tensor]:

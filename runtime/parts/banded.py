@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from artifacts.fields import PageShape
+from artifacts.order import band_order
 from artifacts.parts import Banded
 from artifacts.parts.banded import BAND
 from runtime import codes
@@ -22,7 +23,7 @@ def encode(
 
     Returns the page's field, [p, h_kv, *field shape], and the decoded numbers.
     """
-    normalized = normalize(x, tables).unflatten(-1, (-1, BAND))
+    normalized = normalize(x, tables)[..., _order(shape, x.device)].unflatten(-1, (-1, BAND))
     words = x.new_zeros(*x.shape[:3], part.words(shape), dtype=torch.int32)
     values = torch.empty_like(normalized)
     for width, head, band, places in _widths(tables):
@@ -33,7 +34,7 @@ def encode(
         values[:, :, head, band] = _looked_up(book, found)
         if width:
             words[:, :, head[:, None], places] = codes.pack(found, width).squeeze(-2)
-    return {"band_codes": words.transpose(1, 2)}, _restored(values, tables)
+    return {"band_codes": words.transpose(1, 2)}, _restored(values, shape, tables)
 
 
 def decode(part: Banded, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
@@ -46,7 +47,7 @@ def decode(part: Banded, shape: PageShape, fields: dict[str, Tensor], tables: di
         else:
             found = words.new_zeros(*words.shape[:2], head.numel(), BAND, dtype=torch.int64)
         values[:, :, head, band] = _looked_up(_book(tables, width, head, band), found)
-    return _restored(values, tables)
+    return _restored(values, shape, tables)
 
 
 def normalize(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
@@ -55,9 +56,15 @@ def normalize(x: Tensor, tables: dict[str, Tensor]) -> Tensor:
     return (x - zero) * torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
-def _restored(values: Tensor, tables: dict[str, Tensor]) -> Tensor:
+def _order(shape: PageShape, device: torch.device) -> Tensor:
+    return torch.from_numpy(band_order(shape.d, shape.side)).to(device)
+
+
+def _restored(values: Tensor, shape: PageShape, tables: dict[str, Tensor]) -> Tensor:
     """zero + scale * values [p, t, h_kv, bands, 32] as [p, t, h_kv, d]."""
-    return tables["zero"] + tables["scale"] * values.flatten(-2)
+    ordered = values.flatten(-2)
+    channels = torch.empty_like(ordered).index_copy_(-1, _order(shape, values.device), ordered)
+    return tables["zero"] + tables["scale"] * channels
 
 
 def _widths(tables: dict[str, Tensor]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:

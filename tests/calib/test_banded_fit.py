@@ -150,7 +150,9 @@ def test_heads_that_the_loss_does_not_see_have_a_matrix():
 
 
 def test_nothing_has_weight():
-    fit = BandFit(Banded(2.0), "fisher", 64, {"scale": torch.ones(H, D), "zero": torch.zeros(H, D)}, "layers.3.key")
+    fit = BandFit(
+        Banded(2.0), "key", "fisher", 64, {"scale": torch.ones(H, D), "zero": torch.zeros(H, D)}, "layers.3.key"
+    )
     fit.observe(torch.zeros(1, T, H, D), None, torch.zeros(1, T, H, D))
     with pytest.raises(SignpostError, match=r"layers\.3\.key: no number has any weight for the bands"):
         fit.result()

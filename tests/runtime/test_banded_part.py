@@ -33,11 +33,12 @@ def pages(d: int) -> torch.Tensor:
     return torch.from_numpy(cache_numbers((2, T, H, d), 1))
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
 @cases
-def test_codes_are_the_nearest_signposts_of_their_band(bits, most, d):
+def test_codes_are_the_nearest_signposts_of_their_band(bits, most, d, side):
     """Found again from the bytes: no other signpost of the band is nearer, up to the roundings of normalizing (three of
     the number's and the zero point's size over the scale) and of the edge (two)."""
-    codec = codec_of(bits, most, d)
+    codec = codec_of(bits, most, d, side)
     x = pages(d)
     fields, decoded = codec.encode(x)
     pool = PagePool(codec.geometry, 2)
@@ -52,7 +53,8 @@ def test_codes_are_the_nearest_signposts_of_their_band(bits, most, d):
             words = stored[:, head, :, start : start + width]
             start += width
             codes = unpack(np.ascontiguousarray(words)[..., None, :], width) if width else np.zeros((2, T, BAND), int)
-            channels = slice(band * BAND, (band + 1) * BAND)
+            half = np.arange(BAND // 2) + band * BAND // 2  # of keys: as many channels of each half of the head
+            channels = np.concatenate([half, half + d // 2]) if side == "key" else np.arange(BAND) + band * BAND
             book = tables["signposts"][head, band, : 1 << width].astype(np.float64)
             scale, zero = (tables[name][head, channels].astype(np.float64) for name in ("scale", "zero"))
             numbers = x[:, :, head, channels].double().numpy()
