@@ -139,7 +139,8 @@ def _described(bundle: Bundle) -> list[list[str]]:
 
     def side(fmt: Any) -> str:
         outliers = f"-{100 * fmt.sparse.fraction:g}%" if fmt.sparse else ""
-        return f"{fmt.dense.bits}{outliers} t{fmt.t} w{fmt.window.recent}"
+        codes = f"{fmt.dense.bits}" if fmt.dense else f"band-{fmt.banded.bits:g}" if fmt.banded else "sketch"
+        return f"{codes}{outliers} t{fmt.t} w{fmt.window.recent}"
 
     return [[side(layer.key), side(layer.value)] if layer else ["exact", "exact"] for layer in bundle.layers]
 
