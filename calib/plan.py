@@ -72,7 +72,8 @@ def working(settings: Settings, model: Any, dtype: torch.dtype) -> int:
     """Bytes that collecting needs beside the weights, about: the larger one of both passes.
 
     Without gradients: keys and values of one sample, all layers. With: what went into each layer, one layer's graph
-    (inputs of its products, scores apart), histograms in lanes. Both: a block of logits and its gradient in float32.
+    (inputs of its products, scores apart), histograms or second moments in lanes. Both: a block of logits and its
+    gradient in float32.
     """
     n, l, (h_kv, d) = settings.config.seqlen, model.num_hidden_layers, heads(model)
     hidden, inner = model.hidden_size, getattr(model, "intermediate_size", None) or 4 * model.hidden_size

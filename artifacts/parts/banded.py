@@ -7,19 +7,15 @@ width 0 is stored as nothing and decoded as its one signpost. Source: reverse wa
 of Information Theory, 10.3.3), over measured costs instead of Gaussian variances.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from artifacts.codes import RUN
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 BAND = RUN  # channels of a band: the codes of one token in it are one run
 
@@ -76,7 +72,7 @@ class Banded:
             "signposts": TensorSpec("float32", (*bands, 1 << self.most)),
         }
 
-    def check_tensors(self, shape: PageShape, tensors: "Mapping[str, NDArray[np.generic]]") -> None:
+    def check_tensors(self, shape: PageShape, tensors: Mapping[str, NDArray[np.generic]]) -> None:
         """Raises FormatError for widths that no page of this shape has: readers rely on them."""
         widths = tensors["widths"]
         if widths.max() > self.most:

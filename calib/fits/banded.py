@@ -14,7 +14,7 @@ from artifacts.order import band_order
 from artifacts.parts import Banded
 from artifacts.parts.banded import BAND
 from calib.fits import Fit, Side
-from calib.fits.dense import RangeFit, ranges
+from calib.fits.dense import pending_ranges
 from calib.histograms import histogram, moments
 from calib.signposts import fit_signposts
 from calib.statistics import LaneSums
@@ -28,11 +28,8 @@ def pending(side: Side) -> Fit | None:
     part = side.format.banded
     if part is None:
         return None
-    if "scale" not in side.tables:
-        sparse = side.format.sparse
-        if not sparse or (sparse.axis, sparse.thresholds) != ("channel", "bundle"):
-            return RangeFit()
-        side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
+    if fit := pending_ranges(side):
+        return fit
     if "signposts" not in side.tables:
         return BandFit(part, side.shape.side, side.method.weights, min(BINS, side.method.bins), side.tables, side.name)
     return None

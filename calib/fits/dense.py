@@ -23,14 +23,22 @@ def pending(side: Side) -> Fit | None:
     part = side.format.dense
     if part is None:
         return None
-    if part.scales == "bundle" and "scale" not in side.tables:
-        sparse = side.format.sparse
-        if not sparse or (sparse.axis, sparse.thresholds) != ("channel", "bundle"):
-            return RangeFit()
-        # Thresholds of a channel are the first numbers inside: exactly the ends of its range.
-        side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
+    if part.scales == "bundle" and (fit := pending_ranges(side)):
+        return fit
     if "signposts" in part.bundle_tensors(side.shape) and "signposts" not in side.tables:
         return SignpostFit(part, side.method.weights, side.method.bins, side.tables, side.name)
+    return None
+
+
+def pending_ranges(side: Side) -> Fit | None:
+    """Ranges of channels, unless they are found, or follow from thresholds."""
+    if "scale" in side.tables:
+        return None
+    sparse = side.format.sparse
+    if not sparse or (sparse.axis, sparse.thresholds) != ("channel", "bundle"):
+        return RangeFit()
+    # Thresholds of a channel are the first numbers inside: exactly the ends of its range.
+    side.tables.update(ranges(side.tables["lower"], side.tables["upper"]))
     return None
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from artifacts import (
+    Banded,
     BundleInvalidError,
     Dense,
     Format,
@@ -137,3 +138,29 @@ def test_number_of_further_findings(tmp_path):
     bundle = everything(**{"rope.inv_freq": -np.ones(16), f"{VALUE}.upper": -2 * np.ones((2, D))})
     with pytest.raises(BundleInvalidError, match=r"rope\.inv_freq holds a negative frequency \(and 1 more\)"):
         verify(replace(bundle, evaluation=None).save(tmp_path / "b"))
+
+
+def banded(**changes):
+    """A bundle of one layer with bands, and learned rotations of values; `changes` to its tensors."""
+    layer = LayerFormat(
+        Format(64, banded=Banded(2.0), domain="pre_rope"), Format(64, banded=Banded(1.5), rotate=Rotate("learned"))
+    )
+    bundle = sample_bundle(0, (layer,))
+    return replace(bundle, tensors={**bundle.tensors, **changes})
+
+
+def test_bands_and_learned_rotations_are_sound():
+    assert not list(findings(banded()))
+
+
+@pytest.mark.parametrize(
+    "name, change, problem",
+    [
+        ("layers.0.value.rotation", lambda x: x * (np.arange(x.shape[0])[:, None, None] != 1), "of head 1 is singular"),
+        ("layers.0.key.signposts", lambda x: x + 1, "lie outside [-1, 1], to which numbers are normalized"),
+    ],
+)
+def test_unsound_bands(name, change, problem):
+    tensor = banded().tensors[name]
+    (finding,) = findings(banded(**{name: change(tensor).astype(tensor.dtype)}))
+    assert (finding.name, finding.problem) == (name, problem)
