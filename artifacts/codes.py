@@ -2,9 +2,9 @@
 
 Codes are packed in runs of 32. A run of `bits`-wide codes takes exactly `bits` little-endian 32-bit words, so 3-bit
 codes cost 3 bits and not 3.2. For 1, 2, 4 and 8 bits the codes of a word follow each other from its low end. For 3 bits
-each word takes ten whole codes (30 bits), and the two bits left at the top of the three words hold the last two codes
-of the run, code 30 before code 31, each from its low bit up: a reader handles ten codes of a word with constant shifts
-and joins two words only for these two.
+each word takes eight whole codes, in the low three bits of its nibbles, and the nibbles' top bits hold the last eight
+codes of the run: bit b of code 24 + i is the top bit of nibble i of word b. So a reader handles eight codes as if they
+had 4 bits, and six instructions make such a word of the three words' top bits.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ def check_bits(bits: int) -> None:
 def pieces(bits: int) -> tuple[Piece, ...]:
     """The pieces of one run, ordered by code and then by bit. Raises FormatError for an unknown width."""
     check_bits(bits)
-    per_word = RUN // bits if RUN % bits == 0 else 10
-    whole = [Piece(i, i // per_word, bits * (i % per_word), bits, 0) for i in range(per_word * bits)]
-    if bits != 3:
-        return tuple(whole)
-    return (*whole, Piece(30, 0, 30, 2, 0), Piece(30, 1, 30, 1, 2), Piece(31, 1, 31, 1, 0), Piece(31, 2, 30, 2, 1))
+    stride = 4 if bits == 3 else bits  # from a code of a word to the next
+    per_word = 32 // stride
+    whole = [Piece(i, i // per_word, stride * (i % per_word), bits, 0) for i in range(per_word * bits)]
+    spread = [(i, low) for i in range(RUN - len(whole)) for low in range(bits)]
+    return (*whole, *(Piece(len(whole) + i, low, stride * i + bits, 1, low) for i, low in spread))
 
 
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:

@@ -9,11 +9,19 @@ that it holds as first operand of the 16 x 8 x 16 matrix instruction, register b
 - values, d channels by 16 tokens: for each 16 channels, the tokens 2 c and 2 c + 1 of channels r and r + 8, and then
   the tokens 2 c + 8 and 2 c + 9.
 
-The codes of one lane follow each other in runs (`artifacts.codes`), 64 channels of the tile in each; the words of the
-lanes are interleaved, four of each lane at a time (or two, or one: the most that divides the words of a run), so that a
-warp's loads read 512 (256, 128) bytes in a row and runs can be read by different warps. Lists of outliers go through a
-tile step by step, so that 256 numbers in a row (eight of every lane) are one operand of the instruction. Scales of
-single channels of keys stand in the order in which a lane needs them, and scales of tokens of values by group first.
+The codes of one lane follow each other in runs (`artifacts.codes`), 64 channels of the tile in each, step by step.
+Within a step their order depends on their width, so that a few instructions take four codes of one row of the operand
+(a token of keys, a channel of values), each in a nibble of its own:
+
+- 3 and 4 bits: a step is a word. Its low half has the four codes of row r, its high half those of row r + 8.
+- 2 bits: a step is half a word. A nibble has a code of row r in its low two bits and that of row r + 8 in its high two.
+- 1 and 8 bits: register by register, as above.
+
+The words of the lanes are interleaved, four of each lane at a time (or two, or one: the most that divides the words of
+a run), so that a warp's loads read 512 (256, 128) bytes in a row and runs can be read by different warps. Lists of
+outliers go through a tile step by step, register by register, so that 256 numbers in a row (eight of every lane) are
+one operand of the instruction. Scales of single channels of keys stand in the order in which a lane needs them, and
+scales of tokens of values by group first.
 """
 
 from functools import cache
@@ -27,18 +35,23 @@ from artifacts.fields import SideName
 TILE = 16  # tokens that a warp takes at once
 LANES = 32
 
+# Axes of `_registers` that number the codes of a step, the slowest first, by width of codes.
+_OF_REGISTERS, _OF_ROWS, _OF_BOTH_ROWS = (4, 5, 6), (5, 4, 6), (4, 6, 5)
+_WITHIN_STEP = {1: _OF_REGISTERS, 2: _OF_BOTH_ROWS, 3: _OF_ROWS, 4: _OF_ROWS, 8: _OF_REGISTERS}
+
 
 @cache
-def code_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
+def code_order(t: int, d: int, side: SideName, bits: int) -> NDArray[np.int64]:
     """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d]."""
-    return np.moveaxis(_registers(t, d, side), 1, 3).reshape(-1).copy()
+    tile, step, r, c = range(4)
+    return _registers(t, d, side).transpose(tile, r, c, step, *_WITHIN_STEP[bits]).reshape(-1).copy()
 
 
 @cache
 def fragment_order(t: int, d: int, side: SideName) -> NDArray[np.int64]:
     """Where the numbers of one head's page stand whose outliers are listed: token * d + channel of each, int64 [t * d].
 
-    As `code_order`, but all lanes' numbers of a step come before those of the next step: number
+    Register by register, and all lanes' numbers of a step come before those of the next step: number
     `256 step + 8 lane + place` of a tile is one of the eight that `lane` holds for that step. So 256 numbers in a row
     are one matrix operand, and where an outlier belongs takes shifts alone.
     """

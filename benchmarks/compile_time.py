@@ -31,7 +31,7 @@ def units(name: str, model: str, layers: int = 32) -> list[Unit]:
         pack_unit("pack", side, rope if side.format.domain == "pre_rope" else None, torch.float16, "sm_90a", layers)
         for side in (key, value)
     ]
-    return [attend_unit(key, value, rope, "__half", h_q // h_kv), *packed]
+    return [attend_unit(key, value, rope, "__half", h_q // h_kv, True), *packed]
 
 
 def seconds(wanted: list[Unit], at_once: bool) -> tuple[float, list[float]]:

@@ -1,8 +1,8 @@
 // Attention of a few queries per sequence over packed pages, sinks and window: one pass with online softmax.
 //
 // Dimensions: b sequences, h_kv kv heads, D channels, T tokens per unit of work (a page, or a part of one), ROWS query rows per
-// kv head (query heads times new tokens). The work of a launch is one line of units, for every sequence, kv head and page, and one
-// unit for the tokens that are exact; every block takes an equal stretch of it. Within a block a team of warps takes tiles of 16
+// kv head (query heads times new tokens). The work of a launch is one line of units, for every sequence, kv head and page, and some
+// for the tokens that are exact; every block takes an equal stretch of it. Within a block a team of warps takes tiles of 16
 // tokens, always the same place of a unit, several units a turn (cuda/layout.cuh), and keeps its own running maximum, sum and
 // output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
 //
@@ -12,6 +12,7 @@
 // (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
 #pragma once
 
+#include "bytes.cuh"
 #include "exact.cuh"
 #include "key_outliers.cuh"
 #include "keys.cuh"
@@ -34,6 +35,7 @@ struct Attend {
     Keys<C>& keys;
     Values<C>& values;
     Exact<C>& exact;
+    BytePages<C>& byte_pages;
     KeyOutliers<C> key_outliers;
     // The lane's first outliers of a turn's tiles: of keys those tiles whose lists this warp of the team takes.
     static constexpr int KEY_LISTS = (PHASES + L::PARTS - 1) / L::PARTS;
@@ -43,10 +45,20 @@ struct Attend {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        keys.prepare();
-        values.prepare();
-        key_outliers.prepare();
-        if constexpr (V::SPARSE) {
+        // Codebooks go through the ring's place: many lanes then wait for one load, not one after the other for each of theirs.
+        float* const books = at.floats(L::RING);
+        for (int i = threadIdx.x; K::BITS && i < 1 << K::BITS; i += L::THREADS) books[i] = at.params.key.values[i];
+        for (int i = threadIdx.x; V::BITS && i < 1 << V::BITS; i += L::THREADS) books[256 + i] = at.params.value.values[i];
+        if constexpr (L::BYTES) byte_pages.prepare();
+        else key_outliers.prepare();
+        __syncthreads();
+        if constexpr (L::BYTES) {
+            byte_pages.take_codebooks(books, books + 256);
+        } else {
+            keys.prepare(books);
+            values.prepare(books + 256);
+        }
+        if constexpr (V::SPARSE && !L::BYTES) {
             for (int i = threadIdx.x; i < L::WARPS * Corrections<L::SHARE>::BYTES / 4; i += L::THREADS) at.words(L::CORRECTIONS)[i] = 0u;
         }
         const AttendParams& params = at.params;
@@ -73,17 +85,20 @@ struct Attend {
         }
     }
 
-    // Units from ... to - 1 of one head; the last of all is the exact part.
+    // Units from ... to - 1 of one head. Whoever has the last one does the exact part, which the last REST stand for.
     __device__ __forceinline__ void stretch(int from, int to, int count) {
         __syncthreads();  // the last stretch's readers of the query and writers of the output are done
         keys.load();
         values.load();
+        query.fetch();
         __syncthreads();
-        keys.fold();
+        if constexpr (L::BYTES) byte_pages.fold();
+        else keys.fold();
         query.load();
         softmax.reset();
         const int pair = at.sequence * at.params.h_kv + at.head;
-        pages<true, true>(from, min(to, count - 1));
+        if constexpr (L::BYTES) byte_pages.run(from, min(to, count - L::REST), softmax);
+        else pages<true, true>(from, min(to, count - L::REST));
         const bool rest = to == count;
         if (rest) exact_keys();
         if constexpr (!L::APART) {
@@ -342,7 +357,8 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     Keys<C> keys(at, query);
     Values<C> values(at, softmax);
     Exact<C> exact{at, query, softmax};
-    Attend<C>{at, query, softmax, keys, values, exact, {at}, {}, {}}.run();
+    BytePages<C> byte_pages(at);
+    Attend<C>{at, query, softmax, keys, values, exact, byte_pages, {at}, {}, {}}.run();
 }
 
 }  // namespace signpost

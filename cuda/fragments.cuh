@@ -11,8 +11,7 @@ namespace signpost {
 
 template <int BITS>
 struct Table {
-    static constexpr int INDEX_BITS = BITS == 1 ? 4 : BITS == 3 ? 6 : 8;
-    static constexpr int NUMBERS = BITS <= 2 ? 4 : BITS == 8 ? 1 : 2;  // per entry
+    static constexpr int INDEX_BITS = BITS == 1 ? 4 : 8;
     static constexpr int WORDS = BITS <= 2 ? 2 : 1;                    // per entry
     // With little shared memory, or for the widest codes, only eight words of copies: some look-ups meet in a bank.
     static constexpr bool FEW = SIGNPOST_SHARED < 160 * 1024 || BITS == 8;
@@ -33,16 +32,19 @@ struct TablePlace : Table<BITS> {
     static constexpr int AT = AT_, STRIDE = STRIDE_, LOG_STRIDE = STRIDE == 256 ? 8 : STRIDE == 128 ? 7 : 5;
     static_assert(1 << LOG_STRIDE == STRIDE && STRIDE >= T::COPIES_BYTES, "offsets are shifts");
 
-    // values: f32 [2^BITS] in global memory. All threads of the block.
+    // values: f32 [2^BITS] in global memory. All threads of the block. What lies between codes of 3 bits does not matter.
     static __device__ void fill(unsigned char* shared, const float* values) {
         constexpr int PIECES = T::COPIES_BYTES / 16;
+        // From one code of a register to the other, from one register to the next, in codes of an entry (artifacts/order.py).
+        constexpr int OTHER = BITS == 2 ? 2 : BITS == 8 ? 0 : 1, NEXT = BITS == 2 ? 1 : 2;
+        using C = Codes<BITS>;
         for (int i = threadIdx.x; i < (1 << T::INDEX_BITS) * PIECES; i += blockDim.x) {
             const int entry = i / PIECES;
             unsigned word[2];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const int first = k % T::WORDS * 2, second = T::NUMBERS == 1 ? 0 : first + 1;
-                word[k] = pack(values[entry >> (first * BITS) & ((1 << BITS) - 1)], values[entry >> (second * BITS) & ((1 << BITS) - 1)]);
+                const int first = k % T::WORDS * NEXT, second = first + OTHER;
+                word[k] = pack(values[entry >> (first * C::STRIDE) & C::MASK], values[entry >> (second * C::STRIDE) & C::MASK]);
             }
             *reinterpret_cast<uint4*>(shared + AT + entry * STRIDE + i % PIECES * 16) = make_uint4(word[0], word[1], word[0], word[1]);
         }
@@ -81,28 +83,15 @@ struct LaneWords {
         }
     }
 
-    // Entry for pair number PAIR of the lane (3 and 4 bits: the pair; 8 bits: two entries).
+    // Pair PAIR of the lane, of codes of 8 bits: two entries.
     template <int PAIR>
     __device__ __forceinline__ unsigned pair(unsigned base) const {
-        if constexpr (BITS == 3) {
-            constexpr int RUN_WORD = PAIR / 16 * 3, P = PAIR % 16;
-            if constexpr (P < 15) {
-                return load_table<TABLE>(T::template offset<6 * (P % 5)>(words[RUN_WORD + P / 5], base));
-            } else {
-                const unsigned index = words[RUN_WORD] >> 30 | words[RUN_WORD + 1] >> 30 << 2 | words[RUN_WORD + 2] >> 30 << 4;
-                return load_table<TABLE>(index * T::STRIDE | base);
-            }
-        } else if constexpr (BITS == 4) {
-            return load_table<TABLE>(T::template offset<8 * (PAIR % 4)>(words[PAIR / 4], base));
-        } else {
-            static_assert(BITS == 8, "narrower codes come four at a time");
-            const unsigned low = load_table<TABLE>(T::template offset<16 * (PAIR % 2)>(words[PAIR / 2], base));
-            const unsigned high = load_table<TABLE>(T::template offset<16 * (PAIR % 2) + 8>(words[PAIR / 2], base));
-            return __byte_perm(low, high, 0x5410);
-        }
+        const unsigned low = load_table<TABLE>(T::template offset<16 * (PAIR % 2)>(words[PAIR / 2], base));
+        const unsigned high = load_table<TABLE>(T::template offset<16 * (PAIR % 2) + 8>(words[PAIR / 2], base));
+        return __byte_perm(low, high, 0x5410);
     }
 
-    // First operand of step S: the lane's pairs 4 S ... 4 S + 3.
+    // First operand of step S: the lane's codes 8 S ... 8 S + 7.
     template <int S>
     __device__ __forceinline__ void fragment(unsigned base, unsigned (&a)[4]) const {
         if constexpr (BITS == 1) {
@@ -113,6 +102,12 @@ struct LaneWords {
             const uint2 x = load_table2<TABLE>(T::template offset<16 * (S % 2)>(words[S / 2], base));
             const uint2 y = load_table2<TABLE>(T::template offset<16 * (S % 2) + 8>(words[S / 2], base));
             a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
+        } else if constexpr (BITS <= 4) {
+            const unsigned word = Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
+            a[0] = load_table<TABLE>(T::template offset<0>(word, base));
+            a[2] = load_table<TABLE>(T::template offset<8>(word, base));
+            a[1] = load_table<TABLE>(T::template offset<16>(word, base));
+            a[3] = load_table<TABLE>(T::template offset<24>(word, base));
         } else {
             a[0] = pair<4 * S>(base);
             a[1] = pair<4 * S + 1>(base);

@@ -23,9 +23,9 @@ struct Keys {
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
 
-    // Once a block.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (K::BITS > 0) Table::fill(at.shared, at.params.key.values);
+    // Once a block. values: the codebook.
+    __device__ __forceinline__ void prepare(const float* values) {
+        if constexpr (K::BITS > 0) Table::fill(at.shared, values);
     }
 
     // Once a head; a barrier, `fold` and another barrier follow.

@@ -8,6 +8,7 @@
 // where query rows are few. With more than eight rows there are two column blocks and one phase.
 #pragma once
 
+#include "bytes_layout.cuh"
 #include "fragments.cuh"
 #include "params.cuh"
 #include "rope.cuh"
@@ -15,6 +16,12 @@
 #include "sparse.cuh"
 #include "stage.cuh"
 
+#ifndef SP_REST
+#define SP_REST 16
+#endif
+#ifndef SP_WARPS
+#define SP_WARPS 12
+#endif
 namespace signpost {
 
 // C: Key, Value (sides.cuh), Model, D, ROWS, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
@@ -23,7 +30,7 @@ struct Layout {
     using K = typename C::Key;
     using V = typename C::Value;
     static constexpr int D = C::D, ROWS = C::ROWS, WARPS = C::WARPS, PHASES = C::PHASES, TURNS = C::TURNS;
-    static constexpr bool ROPE = K::ROPE_DIM > 0;
+    static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
     static constexpr int PARTS = C::PARTS, TEAMS = WARPS / PARTS;
     static constexpr int THREADS = 32 * WARPS, STEPS = D / 16, SHARE = STEPS / PARTS, RUNS = SHARE / 4, SLOTS = PHASES * TURNS;
     static constexpr int NT = (ROWS + 7) / 8, COLUMNS = 8 * NT;
@@ -33,7 +40,7 @@ struct Layout {
     // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it.
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
     static_assert(K::T % T == 0 && V::T % T == 0 && T % TILE == 0, "pages are multiples of the unit");
-    static_assert(TEAMS % TILES == 0 && WARPS % PARTS == 0, "a team keeps its place in the unit");
+    static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.
     static constexpr int MEETING = ROPE ? PARTS * TILES : PARTS;
     static_assert(D == 64 || D == 128 || D == 256, "head dimension");
@@ -44,7 +51,7 @@ struct Layout {
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
-    static constexpr bool KEEPS_QUERY = NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
+    static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one.
     static constexpr int KEY_BATCH = PHASES > 1 && WARPS <= 8 ? 2 : 1, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
     using KeyStage = Stage<K, D, true, PARTS>;
@@ -53,11 +60,11 @@ struct Layout {
 
     // Shared memory, bytes from its start.
     static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
-    static constexpr int QUERY_BUFFERS = ROPE ? 2 * GROUPS : 1;
+    static constexpr int QUERY_BUFFERS = BYTES ? 0 : ROPE ? 2 * GROUPS : 1;
     static constexpr int KEY_BITS = K::BITS ? K::BITS : 1, VALUE_BITS = V::BITS ? V::BITS : 1;
-    static constexpr bool TABLES_SHARE = K::BITS && V::BITS && Table<KEY_BITS>::BYTES_ALIGNED && Table<VALUE_BITS>::BYTES_ALIGNED;
+    static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && Table<KEY_BITS>::BYTES_ALIGNED && Table<VALUE_BITS>::BYTES_ALIGNED;
     static constexpr int KEY_TABLE_BYTES = K::BITS ? Table<KEY_BITS>::COPIES_BYTES << Table<KEY_BITS>::INDEX_BITS : 0;
-    static constexpr int VALUE_TABLE_BYTES = V::BITS ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
+    static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
     using KeyTable = TablePlace<KEY_BITS, 0, TABLES_SHARE ? 256 : Table<KEY_BITS>::COPIES_BYTES>;
     using ValueTable = TablePlace<VALUE_BITS, TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : Table<VALUE_BITS>::COPIES_BYTES>;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
@@ -70,22 +77,24 @@ struct Layout {
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
     // For outliers of keys: f16 [buffers][USED][D] of (what meets the channel's cosine, what meets its sine).
     static constexpr int PLAIN_QUERY = QUERY_SUM + COLUMNS * 4;
-    static constexpr int ANGLES = PLAIN_QUERY + (K::SPARSE ? QUERY_BUFFERS * USED * D * 4 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
-    static constexpr int OUTLIER_SCORES = ANGLES + (K::SPARSE ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
-    static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
+    static constexpr int ANGLES = PLAIN_QUERY + (K::SPARSE && !BYTES ? QUERY_BUFFERS * USED * D * 4 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
+    static constexpr int OUTLIER_SCORES = ANGLES + (K::SPARSE && !BYTES ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
+    static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE && !BYTES ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
     static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
-    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE ? TILES * STEPS * 512 : 0);  // f16 pairs (scale, zero) [D]
+    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // f16 pairs (scale, zero) [D]
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);
     static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][TEAMS][COLUMNS]
     static constexpr int TOTAL = STATE + 3 * TEAMS * COLUMNS * 4;                                     // f32 [3][ROWS]
     static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
-    static constexpr int RING = CORRECTIONS + (V::SPARSE ? WARPS * Corrections<SHARE>::BYTES : 0);       // [WARPS][SLOTS] of a stage
-    static constexpr int SHARED = RING + WARPS * SLOTS * STAGE_BYTES;
+    static constexpr int BYTE_TABLES = CORRECTIONS + (V::SPARSE && !BYTES ? WARPS * Corrections<SHARE>::BYTES : 0);
+    static constexpr int RING = BYTE_TABLES + (BYTES ? ByteLayout<C>::BLOCK_BYTES : 0);  // [WARPS]: [SLOTS] of a stage, or a page's
+    static constexpr int WARP_BYTES = BYTES ? ByteLayout<C>::WARP_BYTES : SLOTS * STAGE_BYTES;
+    static constexpr int SHARED = RING + WARPS * WARP_BYTES;
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
-    static constexpr int ROOM = WARPS * SLOTS * STAGE_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
+    static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
     static_assert(ROWS_AT_ONCE > 0, "a team's ring holds one row of output");
 
     // Phase and row of a column.
@@ -96,8 +105,11 @@ struct Layout {
     template <typename S>
     static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * (S::T / T); }
 
-    // Units of one head of a sequence: those of which both sides are packed, and one for all other tokens.
-    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)) + 1; }
+    // What all other tokens of a head, and going on to the next head, cost, in units.
+    static constexpr int REST = BYTES ? 2 * WARPS : SP_REST;
+
+    // Units of one head of a sequence: those of which both sides are packed, and REST.
+    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)) + REST; }
 };
 
 // Where a thread stands and what its block works on.
@@ -171,6 +183,7 @@ struct Limits;
 
 template <typename Shape, int W, int U, int P, int N>
 struct Sized : Shape {
+    static constexpr bool BYTES = N == 0;  // turns have no ring
     static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, TURNS = N;
 };
 
@@ -195,7 +208,10 @@ struct Choice {
     template <typename Shape>
     static constexpr bool fits() {
         using L = Limits<Shape>;
-        if constexpr (W > L::WIDEST || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
+        if constexpr (W > 0 && N == 0) {
+            if constexpr (!Bytes<Shape>::POSSIBLE || (Shape::ROWS > 1 && W > 8)) return false;
+            else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= SIGNPOST_SHARED;
+        } else if constexpr (W > L::WIDEST || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
         else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= SIGNPOST_SHARED;
     }
 };
@@ -210,6 +226,7 @@ template <typename Shape>
 struct Plan {
     // Four slots a warp hide the memory's latency, eight also that of outliers' lists.
     using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>,  //
+        Choice<SP_WARPS, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<4, 64, 1, 0>,  // by bytes
         Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
         Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
         Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,

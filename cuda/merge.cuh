@@ -1,4 +1,4 @@
-// Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and tile of rows.
+// Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and query row.
 #pragma once
 
 #include "layout.cuh"
@@ -31,38 +31,59 @@ struct Merge {
         return block;
     }
 
-    // All threads of a block of D; shared: f32 [2 D].
+    // All threads of a block of D; shared: f32 [2 D]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
-        const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv;
+        const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
+        if (row >= params.g * params.m) return;
         const UnitSums<C> sums(params.lengths, params.b, params.m);
         const long long total = sums.before(params.b, threadIdx.x % 32) * params.h_kv;
         const long long units = L::units(params.lengths[sequence] - params.m);
         long long base = sums.before(sequence, threadIdx.x % 32) * params.h_kv;
         base += head * units;
         const int first = static_cast<int>(block_of(base, total, params.grid)), last = static_cast<int>(block_of(base + units - 1, total, params.grid));
-        const float* partial = params.partial + static_cast<long long>(blockIdx.y) * (params.grid + 2 * params.b * params.h_kv) * (ROWS * STRIDE);
+        const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
         const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
         partial += static_cast<long long>(pair) * (ROWS * STRIDE);
-        for (int n = 0; n < ROWS; ++n) {
-            const int row = blockIdx.y * ROWS + n;
-            if (row >= params.g * params.m) break;
-            float top = L::APART ? apart[n * STRIDE + D] : minus_infinity();
-            for (int block = first; block <= last; ++block) top = fmaxf(top, partial[block * (ROWS * STRIDE) + n * STRIDE + D]);
-            float x = 0.f, sum = 0.f;
-            for (int block = first; block <= last; ++block) add(partial + block * (ROWS * STRIDE) + n * STRIDE, top, x, sum);
-            if constexpr (L::APART) {
-                x = restored(params, shared, x, sum, head);
-                add(apart + n * STRIDE, top, x, sum);
+        float top = L::APART ? apart[D] : minus_infinity();
+        for (int block = first + threadIdx.x; block <= last; block += D) top = fmaxf(top, partial[block * (ROWS * STRIDE) + D]);
+        top = of_all(top, shared, [](float a, float b) { return fmaxf(a, b); });
+        float x = 0.f, sum = 0.f;
+        for (int begin = first; begin <= last; begin += D) {  // a thread weighs one block's result, then adds up one channel of all
+            const int count = min(D, last - begin + 1);
+            __syncthreads();
+            if (threadIdx.x < count) {
+                const float* result = partial + (begin + threadIdx.x) * (ROWS * STRIDE) + D;
+                const float weight = result[0] == minus_infinity() ? 0.f : exp2_fast(result[0] - top);
+                shared[threadIdx.x] = weight;
+                sum += weight * result[1];
             }
-            const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
-            static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
+            __syncthreads();
+#pragma unroll 8
+            for (int i = 0; i < count; ++i) x += shared[i] * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
         }
+        sum = of_all(sum, shared, [](float a, float b) { return a + b; });
+        if constexpr (L::APART) {
+            x = restored(params, shared, x, sum, head);
+            const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
+            x += weight * apart[threadIdx.x];
+            sum += weight * apart[D + 1];
+        }
+        const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
+        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
     }
 
-    static __device__ __forceinline__ void add(const float* result, float top, float& x, float& sum) {
-        const float w = result[D] == minus_infinity() ? 0.f : exp2_fast(result[D] - top);
-        x += w * result[threadIdx.x];
-        sum += w * result[D + 1];
+    // One number from all threads' numbers, always in the same order.
+    template <typename F>
+    static __device__ __forceinline__ float of_all(float x, float* shared, F&& join) {
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) x = join(x, __shfl_xor_sync(~0u, x, mask));
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+        __syncthreads();
+        x = shared[0];
+#pragma unroll
+        for (int warp = 1; warp < D / 32; ++warp) x = join(x, shared[warp]);
+        return x;
     }
 
     // Pages hold (value - mean) P: times P transposed, plus the mean as often as was added.

@@ -43,6 +43,33 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b of bytes, the 16 x 8 x 32 matrix instruction: a lane's register a[0] has (row r, columns 4c ... 4c + 3), a[1] row r + 8, a[2] and
+// a[3] the columns 16 later; b0 has (rows 4c ... 4c + 3 of column r), b1 those 16 later. a is signed, b signed or unsigned.
+__device__ __forceinline__ void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// a & b, which the compiler takes as it is: it would rather mask shifted words again than shift masked ones.
+__device__ __forceinline__ unsigned masked(unsigned a, unsigned b) {
+    unsigned y;
+    asm("and.b32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+// Bytes of (low, high) by the nibbles of the low half of `which`; with its highest bit set, a nibble gives the sign of a byte.
+__device__ __forceinline__ unsigned permute(unsigned low, unsigned high, unsigned which) {
+    unsigned y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
+    return y;
+}
+
 // d += a b with eight columns of a, sums in half: the sum has the layout of two registers of a first operand.
 __device__ __forceinline__ void mma_half(unsigned& d0, unsigned& d1, unsigned a0, unsigned a1, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
@@ -106,6 +133,12 @@ __device__ __forceinline__ int rolled(int x) {
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

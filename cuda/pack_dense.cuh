@@ -48,6 +48,8 @@ struct Dense {
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
     static constexpr int AT_ONCE = Page<S, P>::AT_ONCE;
     using Codes = Search<BITS>;
+    using Run = signpost::Codes<BITS>;
+    static constexpr int WIDE = Run::WIDE;
 
     Page<S, P>& page;
     float2* const factors;  // 1 / scale and zero
@@ -280,7 +282,7 @@ struct Dense {
             const int head = i / LANES / RUNS / TILES, r = lane / 4, c = lane % 4;
             const int first = P::VALUES ? 2 * c : r, row = TOKENS == 8 ? first % 4 : tile * TILE + first;
             const int channel = P::VALUES ? run * 64 + r : run * 32 + 2 * c;
-            unsigned words[BITS] = {};
+            unsigned words[WIDE] = {};
             encode_part<0>(search, words, row, head, channel, run, nothing, look);
             encode_part<AT_ONCE>(search, words, row, head, channel, run, nothing, look);
             store(words, A::first_tile(page.slice) + tile, head, lane, run);
@@ -302,7 +304,7 @@ struct Dense {
 
     // Codes of numbers FIRST ... of a run into its words, all zero before the first part.
     template <int FIRST, class Look>
-    __device__ __forceinline__ void encode_part(const Codes& search, unsigned (&words)[BITS], int row, int head, int channel, int run, float& nothing, Look look) {
+    __device__ __forceinline__ void encode_part(const Codes& search, unsigned (&words)[WIDE], int row, int head, int channel, int run, float& nothing, Look look) {
         using Order = typename A::Order;
         const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
         const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
@@ -318,30 +320,21 @@ struct Dense {
 
     // The same from normalized(k), number FIRST + k.
     template <int FIRST, class Normalized>
-    static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[BITS], Normalized normalized) {
-        constexpr int PER_WORD = BITS == 3 ? 10 : 32 / BITS;
+    static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized) {
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
-            const int i = FIRST + k;
+            const int i = A::Order::code(FIRST + k, BITS), shift = Run::STRIDE * (i % Run::PER_WORD);
             // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
-            const unsigned place = search.place(normalized(k)), code = (place - search.leaves()) / 4;
-            const int shift = BITS * (i % PER_WORD);
-            if (BITS == 3 && i == 30) {  // the two bits left in each of three words hold the last two codes
-                words[0] += code << 30;
-                words[1] += (code & 4u) << 28;
-            } else if (BITS == 3 && i == 31) {
-                words[1] += (code & 1u) << 31;
-                words[2] += (code & 6u) << 29;
-            } else {
-                words[i / PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
-            }
+            const unsigned place = search.place(normalized(k));
+            words[i / Run::PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
         }
         if constexpr (FIRST + AT_ONCE == RUN) {
             unsigned ones = 0;
 #pragma unroll
-            for (int i = 0; i < PER_WORD; ++i) ones |= 1u << (BITS * i);
+            for (int i = 0; i < Run::PER_WORD; ++i) ones |= 1u << (Run::STRIDE * i);
 #pragma unroll
-            for (int i = 0; i < BITS; ++i) words[i] -= ones * (search.leaves() / 4);
+            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.leaves() / 4);
+            Run::close(words);
         }
     }
 

@@ -65,7 +65,7 @@ struct Direct {
         const auto search = dense.search();
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
-            unsigned words[TILES][D::BITS] = {};
+            unsigned words[TILES][D::WIDE] = {};
             encode_half<0>(x, search, words, run, factor);
             encode_half<D::AT_ONCE>(x, search, words, run, factor);
 #pragma unroll
@@ -94,7 +94,7 @@ struct Direct {
 
     // Numbers FIRST ... of a run of all tiles.
     template <int FIRST, int N>
-    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::BITS], int run,
+    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int run,
                                                 const float (&factor)[GROUPS][N]) {
         float sum[TILES][2][2][4];
         constexpr int U = FIRST / D::AT_ONCE;

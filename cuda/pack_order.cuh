@@ -23,9 +23,15 @@ struct SliceOrder {
     static constexpr int BLOCK_WORDS = BLOCK / 32 / PARTS;   // of the mask
     static constexpr int FAR = 8 / PARTS;                    // rows to tokens 8 further on
 
-    // Number i of 32 of a lane in the order of codes is number i % 8 of step i / 8; relative to the first it stands so many rows and channels on.
+    // Number i of a run is number i % 8 of step i / 8; relative to the first it stands so many rows and channels on.
     static __device__ __forceinline__ constexpr int rows_on(int i) { return VALUES ? i / 4 % 2 * FAR + i % 2 : i / 2 % 2 * FAR; }
     static __device__ __forceinline__ constexpr int channels_on(int i) { return VALUES ? i / 8 * 16 + i / 2 % 2 * 8 : i / 4 % 2 * (D / 2) + i / 8 * 8 + i % 2; }
+
+    // Which code of its run number i of a run has: the order of a step's codes depends on their width.
+    static __device__ __forceinline__ constexpr int code(int i, int bits) {
+        const int half = i / 4 % 2, upper = i / 2 % 2, e = i % 2, rows = bits == 2 ? half * 4 + e * 2 + upper : upper * 4 + half * 2 + e;
+        return bits == 1 || bits == 8 ? i : i / 8 * 8 + rows;
+    }
 
     // Which lane of the tile the slice's lane is.
     static __device__ __forceinline__ int lane(int own, int part) {

@@ -30,6 +30,7 @@ struct AttendParams {
     const int* offsets;   // [b] position of token 0
     const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]
     const float* inv_freq;
+    const float* functions;  // runtime/smooth.py: W [64][8], g [8][D / 2], cos and sin from a page's middle [64][D / 2][2]
     long long q_sequence, q_token, q_head;
     float rope_scaling;
     float scale;  // of scores, times log2(e)

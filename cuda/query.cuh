@@ -23,8 +23,8 @@ struct Query {
         return ((((n / 8) * (STEPS / 2) + s / 2) * 32 + 4 * (n % 8) + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
     }
 
-    // The block's query of this sequence and head. Ends with a barrier.
-    __device__ __forceinline__ void load() {
+    // The block's query of this sequence and head; a barrier and `load` follow.
+    __device__ __forceinline__ void fetch() const {
         const int row0 = blockIdx.y * ROWS;
         const AttendParams& params = at.params;
         float* q = at.floats(L::QUERY);
@@ -37,7 +37,12 @@ struct Query {
             }
             q[i] = x;
         }
-        __syncthreads();
+    }
+
+    // What becomes of it. Ends with a barrier.
+    __device__ __forceinline__ void load() {
+        const AttendParams& params = at.params;
+        const float* q = at.floats(L::QUERY);
         const float* paged = q;
         if constexpr (K::ROTATE) paged = rotated(q);
         for (int i = threadIdx.x; i < COLUMNS * D; i += L::THREADS) {

@@ -116,7 +116,7 @@ struct Angle {
     static __device__ __forceinline__ void exact(long long n, float frequency, float& cosine, float& sine) {
         constexpr double TURN = 6.283185307179586476925;
         const double angle = static_cast<double>(n) * static_cast<double>(frequency);
-        sincosf(static_cast<float>(angle - TURN * rint(angle / TURN)), &sine, &cosine);
+        sincosf(static_cast<float>(angle - TURN * rint(angle * (1 / TURN))), &sine, &cosine);
     }
 };
 

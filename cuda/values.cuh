@@ -23,9 +23,9 @@ struct Values {
 
     __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s) : at(place), softmax(s) {}
 
-    // Once a block.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (V::BITS > 0) Table::fill(at.shared, at.params.value.values);
+    // Once a block. values: the codebook.
+    __device__ __forceinline__ void prepare(const float* values) {
+        if constexpr (V::BITS > 0) Table::fill(at.shared, values);
     }
 
     // Once a head; a barrier follows.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from artifacts import PageGeometry
-from runtime import jit
+from runtime import jit, smooth
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, attend_unit, lacking_parts
+from runtime.units import MOST_ROWS, attend_unit, by_bytes, lacking_parts
 
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -37,7 +37,7 @@ class _Attend(ctypes.Structure):
     _fields_ = [
         ("key", _Side),
         ("value", _Side),
-        *((name, ctypes.c_void_p) for name in ("q", "partial", "lengths", "offsets", "rope", "inv_freq")),
+        *((name, ctypes.c_void_p) for name in ("q", "partial", "lengths", "offsets", "rope", "inv_freq", "functions")),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m")),
@@ -102,6 +102,8 @@ class PagedAttention:
         ] * rotation.inv_freq.to(self.device, torch.float64)
         self._rope = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
         self._inv_freq = rotation.inv_freq.to(self.device)
+        self.bytes_ = by_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
+        self._functions = smooth.functions(rotation.inv_freq).to(self.device) if self.bytes_ else None
         self._partials: dict[tuple[int, int, int], Tensor] = {}
 
     @staticmethod
@@ -126,7 +128,7 @@ class PagedAttention:
     def module(self, rows: int) -> jit.Module:
         """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
         dtype = _NAMES[self.dtype]
-        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS))
+        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.bytes_)
         return jit.load(unit, self.device)
 
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
@@ -163,7 +165,7 @@ class Step:
         self._attend, self._merge = module.kernel("attend"), module.kernel("merge")
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = min(rows, MOST_ROWS)
-        self._tiles, self._grid = -(-rows // taken), kernels.grid
+        self._tiles, self._rows, self._grid = -(-rows // taken), rows, kernels.grid
         slots = self._grid + 2 * b * kernels.h_kv
         self.partial = torch.empty(
             self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
@@ -174,7 +176,8 @@ class Step:
         sizes = (b, kernels.h_kv, kernels.g, m)
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), lengths.data_ptr(),
-            offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(), 0, 0, 0,
+            offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(),
+            kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
             kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
         )  # fmt: skip
         self.merge_params = _Merge(
@@ -196,7 +199,7 @@ class Step:
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
-        self._merge.launch((self._pairs, self._tiles, 1), self._d, 0, params, self._stream())
+        self._merge.launch((self._pairs, self._rows, 1), self._d, 0, params, self._stream())
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

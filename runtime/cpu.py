@@ -140,7 +140,7 @@ class Pages(NamedTuple):
 
 def _places(part: Dense, shape: PageShape) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
     """words, lanes and places of `Pages`."""
-    order = code_order(TILE, shape.d, shape.side).reshape(LANES // 2, shape.d)
+    order = code_order(TILE, shape.d, shape.side, part.bits).reshape(LANES // 2, shape.d)
     words = np.argsort(word_order(shape.d, part.bits))
     return words.astype(np.uint32), order[:, 0].astype(np.uint32), (order[0] - order[0, 0]).astype(np.uint32)
 
@@ -256,75 +256,96 @@ def _add_factors(pages: Any, page: int, head: int, tile: Any) -> None:
             _add(tile[j], pages.half[left[j * rank + r]], right[r])
 
 
+def _readers(bits: int) -> tuple[Any, Any]:
+    """Kernels that look up codes of one width, in tiles and in a band of 32 channels.
+
+    Each width has kernels of its own, of few loops, all of constant length: in one kernel for all widths the compiler
+    stops unrolling at some point, and whether it does, only time shows: 5 us for 64 x 128 numbers, or 20.
+    """
+    stride = 4 if bits == 3 else bits
+    per_word = 32 // stride
+
+    @njit(cache=True, inline="always")
+    def look_up(word: int, values: Any, out: Any, places: Any) -> None:
+        for i in range(per_word):
+            out[places[i]] = values[(word >> np.uint32(stride * i)) & np.uint32((1 << bits) - 1)]
+
+    @njit(cache=True)
+    def tiles(words: Any, values: Any, at: Any, lanes: Any, places: Any, out: Any) -> None:
+        runs = places.size // RUN  # of two lanes
+        for tile in range(words.size // at.size):
+            of_tile = words[tile * at.size : (tile + 1) * at.size]
+            for run in range(runs):
+                to = places[run * RUN : (run + 1) * RUN]
+                for pair in range(lanes.size):
+                    i = (pair * runs + run) * bits
+                    first = out[tile * lanes.size * places.size + lanes[pair] :]
+                    for w in range(bits):
+                        look_up(of_tile[at[i + w]], values, first, to[per_word * w :])
+                    if bits == 3:
+                        last = _last_codes(of_tile[at[i]], of_tile[at[i + 1]], of_tile[at[i + 2]])
+                        look_up(last, values, first, to[per_word * 3 :])
+
+    @njit(cache=True)
+    def band(words: Any, step: int, values: Any, places: Any, tile: Any) -> None:
+        for j in range(tile.shape[0]):
+            run = words[j * step : j * step + bits]
+            for w in range(bits):
+                look_up(run[w], values, tile[j], places[per_word * w :])
+            if bits == 3:
+                look_up(_last_codes(run[0], run[1], run[2]), values, tile[j], places[per_word * 3 :])
+
+    return tiles, band
+
+
+@njit(cache=True, inline="always")
+def _last_codes(a: int, b: int, c: int) -> Any:
+    """The last eight codes of a run of 3 bits, one in each nibble, from the top bits of its words' nibbles."""
+    low, middle, high = np.uint32(0x11111111), np.uint32(0x22222222), np.uint32(0x44444444)
+    return np.uint32(((a >> np.uint32(3)) & low) | ((b >> np.uint32(2)) & middle) | ((c >> np.uint32(1)) & high))
+
+
+_tiles1, _band1 = _readers(1)
+_tiles2, _band2 = _readers(2)
+_tiles3, _band3 = _readers(3)
+_tiles4, _band4 = _readers(4)
+_tiles8, _ = _readers(8)
+
+
 @njit(cache=True)
 def _look_up(words: Any, bits: int, values: Any, at: Any, lanes: Any, places: Any, out: Any) -> None:
-    """out = values[codes], codes packed as `artifacts.codes` and `artifacts.order` say; at: `words` of `Pages`.
-
-    Widths are constants, so that loops unroll; whether they do, only time shows: 2.6 us for 64 x 128 numbers, or 10.
-    """
-    runs = places.size // RUN  # of two lanes
-    for tile in range(words.size // at.size):
-        of_tile = words[tile * at.size : (tile + 1) * at.size]
-        for run in range(runs):
-            to = places[run * RUN : (run + 1) * RUN]
-            for pair in range(lanes.size):
-                i = (pair * runs + run) * bits
-                first = out[tile * lanes.size * places.size + lanes[pair] :]
-                if bits == 1:
-                    _word(of_tile[at[i]], 1, 32, values, first, to)
-                elif bits == 2:
-                    for w in range(2):
-                        _word(of_tile[at[i + w]], 2, 16, values, first, to[16 * w :])
-                elif bits == 4:
-                    for w in range(4):
-                        _word(of_tile[at[i + w]], 4, 8, values, first, to[8 * w :])
-                elif bits == 8:
-                    for w in range(8):
-                        _word(of_tile[at[i + w]], 8, 4, values, first, to[4 * w :])
-                else:
-                    for w in range(3):
-                        _word(of_tile[at[i + w]], 3, 10, values, first, to[10 * w :])
-                    # The last two codes, in the two bits left at the top of each word. Another `_word` for them would
-                    # keep all loops from unrolling.
-                    a, b = of_tile[at[i]] >> np.uint32(30), of_tile[at[i + 1]] >> np.uint32(30)
-                    c = of_tile[at[i + 2]] >> np.uint32(30)
-                    first[to[30]] = values[a | ((b & np.uint32(1)) << np.uint32(2))]
-                    first[to[31]] = values[(b >> np.uint32(1)) | (c << np.uint32(1))]
+    """out = values[codes], codes packed as `artifacts.codes` and `artifacts.order` say; at: `words` of `Pages`."""
+    if bits == 1:
+        _tiles1(words, values, at, lanes, places, out)
+    elif bits == 2:
+        _tiles2(words, values, at, lanes, places, out)
+    elif bits == 3:
+        _tiles3(words, values, at, lanes, places, out)
+    elif bits == 4:
+        _tiles4(words, values, at, lanes, places, out)
+    else:
+        _tiles8(words, values, at, lanes, places, out)
 
 
 @njit(cache=True)
 def _look_up_bands(words: Any, widths: Any, values: Any, channels: Any, tile: Any) -> None:
-    """tile [t, d] = values[band, codes], token after token, the runs of a token's bands one after the other."""
-    at = 0
-    for j in range(tile.shape[0]):
-        to = tile[j]
-        for band in range(widths.size):
-            places, book, bits = channels[band * RUN : (band + 1) * RUN], values[band], widths[band]
-            if bits == 0:
+    """tile [t, d] = values[band, codes]; words: token after token, the runs of a token's bands one after the other."""
+    at, step = 0, words.size // tile.shape[0]
+    for band in range(widths.size):
+        places, book, bits = channels[band * RUN : (band + 1) * RUN], values[band], widths[band]
+        if bits == 0:
+            for j in range(tile.shape[0]):
                 for i in range(RUN):
-                    to[places[i]] = book[0]
-            elif bits == 1:
-                _word(words[at], 1, 32, book, to, places)
-            elif bits == 2:
-                for w in range(2):
-                    _word(words[at + w], 2, 16, book, to, places[16 * w :])
-            elif bits == 4:
-                for w in range(4):
-                    _word(words[at + w], 4, 8, book, to, places[8 * w :])
-            else:
-                for w in range(3):
-                    _word(words[at + w], 3, 10, book, to, places[10 * w :])
-                a, b = words[at] >> np.uint32(30), words[at + 1] >> np.uint32(30)
-                c = words[at + 2] >> np.uint32(30)
-                to[places[30]] = book[a | ((b & np.uint32(1)) << np.uint32(2))]
-                to[places[31]] = book[(b >> np.uint32(1)) | (c << np.uint32(1))]
-            at += bits
-
-
-@njit(cache=True, inline="always")
-def _word(word: int, bits: int, count: int, values: Any, out: Any, places: Any) -> None:
-    for i in range(count):
-        out[places[i]] = values[(word >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)]
+                    tile[j, places[i]] = book[0]
+        elif bits == 1:
+            _band1(words[at:], step, book, places, tile)
+        elif bits == 2:
+            _band2(words[at:], step, book, places, tile)
+        elif bits == 3:
+            _band3(words[at:], step, book, places, tile)
+        else:
+            _band4(words[at:], step, book, places, tile)
+        at += bits
 
 
 @njit(cache=True)

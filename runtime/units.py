@@ -4,12 +4,20 @@ A unit states the two sides of a layer as structs of constants (`Key`, `Value`: 
 all from `artifacts.geometry`), the model's dimensions, and wraps the kernels of one `.cuh` file in extern "C" entries.
 """
 
-from artifacts import Bundle, PageGeometry, Rope
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from artifacts import Bundle, Dense, PageGeometry, Rope
+from artifacts.bundle import SIDES
 from artifacts.codes import RUN
 from artifacts.errors import UnsupportedModelError
 from artifacts.order import TILE
 from runtime.jit import Unit
+from runtime.parts.dense import codebook, signpost_steps
 from runtime.parts.sketch import unbiasing
+from runtime.smooth import is_smooth
 
 MOST_ROWS = 16  # query rows per kv head that one block takes
 
@@ -26,7 +34,7 @@ def scale_kind(geometry: PageGeometry) -> str:
     return "TOKEN"
 
 
-def side_struct(name: str, geometry: PageGeometry, rope: Rope | None) -> str:
+def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, bytes_: bool = False) -> str:
     """C++ struct of one side's constants, as `cuda/sides.cuh` describes them. rope: of keys stored before RoPE."""
     fmt, shape = geometry.format, geometry.shape
     dense, sparse, sketch = fmt.dense, fmt.sparse, fmt.sketch
@@ -74,22 +82,49 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None) -> str:
         "ROPE_DIM": rope.dim if rope and rotated else 0,
         "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
     }
+    unit, origin = byte_grid(dense) if bytes_ else (0.0, 0.0)
     lines = [f"    static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines.append(f"    static constexpr signpost::Scales SCALES = signpost::Scales::{scale_kind(geometry)};")
+    lines.append(f"    static constexpr float UNIT = {unit!r}f, ORIGIN = {origin!r}f;")
     lines.append(f"    static constexpr float UNBIASING = {unbiasing(sketch, shape.d) if sketch else 0.0!r}f;")
     return "\n".join([f"struct {name} {{", *lines, "};"])
 
 
-def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int) -> Unit:
+def byte_grid(part: Dense | None) -> tuple[float, float]:
+    """(unit, origin) where all numbers of the codebook are the origin and whole units, -127 to 127 of them (with four
+    bits 0 to 127), whatever the bundle holds; else (0, 0)."""
+    if part is None or part.bits > 4:
+        return 0.0, 0.0
+    if part.codebook == "uniform":
+        return 2 / ((1 << part.bits) - 1), -1.0
+    if part.codebook == "nuq":
+        steps = signpost_steps(part.bits)
+        return 1 / steps, -(steps + 1) / steps if part.bits == 4 else 0.0
+    return 0.0, 0.0
+
+
+def by_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
+    """Whether pages may go by bytes (cuda/bytes.cuh), if their formats allow it: a few functions of the token turn the
+    model's keys, and no number of a codebook exceeds 1, which those of random bundles may."""
+    return is_smooth(inv_freq) and all(bool((book.abs() <= 1).all()) for book in codebooks)
+
+
+def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, bytes_: bool) -> Unit:
     """Attention over pages of one layer's keys and values, and the merge of its partial results.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
+    bytes_: what `by_bytes` says.
     """
     d = key.shape.d
-    source = f"""#include "attend.cuh"
+    import os
+
+    source = (
+        os.environ.get("SP_DEFS", "").replace(";", "\n")
+        + f"""
+#include "attend.cuh"
 #include "merge.cuh"
-{side_struct("Key", key, rope)}
-{side_struct("Value", value, None)}
+{side_struct("Key", key, rope, bytes_)}
+{side_struct("Value", value, None, bytes_)}
 struct Shape {{
     using Key = ::Key;
     using Value = ::Value;
@@ -109,6 +144,7 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     signpost::Merge<Shape>::run(params, shared);
 }}
 """
+    )
     return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_phases"))
 
 
@@ -135,6 +171,14 @@ def lacking_parts(side: PageGeometry) -> list[str]:
     return ["codes of banded widths"] * (fmt.banded is not None) + ["learned rotations"] * learned
 
 
+def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:
+    """Codebooks of a layer's keys and values."""
+    for side, geometry in zip(SIDES, bundle.geometry.pairs[layer], strict=True):
+        if geometry.format.dense:
+            tables = {name: torch.as_tensor(x) for name, x in bundle.side_tensors(layer, side).items()}
+            yield codebook(geometry.format.dense, geometry.shape.d, tables, torch.device("cpu"))
+
+
 def units(bundle: Bundle) -> list[Unit]:
     """What a decode step of one token launches for this bundle, for float16 and bfloat16 models, each unit once.
 
@@ -142,9 +186,11 @@ def units(bundle: Bundle) -> list[Unit]:
     """
     require_kernels(bundle)
     model = bundle.model
-    found = {
-        attend_unit(key, value, model.rope, dtype, min(MOST_ROWS, model.h_q // model.h_kv)): None
-        for key, value in bundle.geometry.pairs
-        for dtype in ("__half", "__nv_bfloat16")
-    }
+    inv_freq = torch.from_numpy(bundle.tensors["rope.inv_freq"])
+    rows = min(MOST_ROWS, model.h_q // model.h_kv)
+    found: dict[Unit, None] = {}
+    for layer, (key, value) in enumerate(bundle.geometry.pairs):
+        bytes_ = by_bytes(inv_freq, _codebooks(bundle, layer))
+        for dtype in ("__half", "__nv_bfloat16"):
+            found[attend_unit(key, value, model.rope, dtype, rows, bytes_)] = None
     return list(found)

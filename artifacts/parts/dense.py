@@ -24,7 +24,8 @@ class Dense:
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
               ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token;
               with axis `head`, the d channels of the head
-    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle), `nuq-qnorm` (signposts, stretched and
+    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle, rounded to a grid up to 4 bits where
+              codes are written and read: `runtime.parts.dense`), `nuq-qnorm` (signposts, stretched and
               shifted so that mean and deviation of what is decoded are those of the data, while codes are chosen as
               before: KVQuant's Q-Norm) or `lloyd` (Lloyd-Max for coordinates of a random direction, TurboQuant; needs
               normalize `norm`)
@@ -111,8 +112,8 @@ class Dense:
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """What the bundle holds per layer and side.
 
-        scale, zero: of channels; signposts: the values of the codes; edges: between which numbers take which code,
-        where that is not the nearest value.
+        scale, zero: of channels; signposts: the values of the codes before they are rounded; edges: between which
+        numbers take which code, where that is not the nearest value.
         """
         tensors: dict[str, TensorSpec] = {}
         if self.scales == "bundle":

@@ -19,10 +19,22 @@ from runtime import codes
 HALF_MAX = 65504.0
 
 
+def signpost_steps(bits: int) -> int:
+    """What makes signposts whole numbers that fit a byte; of up to 4 bits: wider ones are not rounded."""
+    return 127 if bits < 4 else 63
+
+
 def codebook(part: Dense, d: int, tables: dict[str, Tensor], device: torch.device) -> Tensor:
-    """Values of the codes, ascending, float32 [2**bits]."""
+    """Values of the codes, ascending, float32 [2**bits].
+
+    Signposts of up to 4 bits are rounded here, so that kernels can hold them as bytes; a bundle has them as fitted.
+    """
     if part.codebook in ("nuq", "nuq-qnorm"):
-        return tables["signposts"]
+        if part.bits > 4:
+            return tables["signposts"]
+        # A tensor: by a number torch on CUDA would not divide, but multiply with its reciprocal.
+        steps = torch.full_like(tables["signposts"], signpost_steps(part.bits))
+        return torch.round(tables["signposts"] * steps) / steps
     if part.codebook == "lloyd":
         values = codebooks.lloyd_max(part.bits, d)
     else:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from artifacts import Dense, FormatError, PageShape, Sparse
-from artifacts.codes import BITS, RUN
+from artifacts.codes import BITS, RUN, pack
 from artifacts.order import LANES, TILE, channel_order, code_order, fragment_order, word_order
 from tests.oracles import order as oracle
 
@@ -13,19 +13,18 @@ HEADS = (64, 128, 256)
 WIDTHS = pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
 
 
-def lane_of(side, d):
-    """Which lane holds each number of a tile: [token, channel]."""
-    lanes = np.empty(TILE * d, int)
-    lanes[code_order(TILE, d, side)] = np.arange(TILE * d) // (d // 2)
-    return lanes.reshape(TILE, d)
+def registers(side, d):
+    """Numbers that each lane holds of a tile, token * d + channel: [lane, step, register, e]."""
+    return fragment_order(TILE, d, side).reshape(d // 16, LANES, 4, 2).swapaxes(0, 1)
 
 
 @SIDES
 @WIDTHS
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("t", [16, 32, 48, 128])
-def test_codes(t, d, side):
-    found = code_order(t, d, side)
-    assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side)
+def test_codes(t, bits, d, side):
+    found = code_order(t, d, side, bits)
+    assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side, bits)
     np.testing.assert_array_equal(np.sort(found), np.arange(t * d))
 
 
@@ -40,12 +39,31 @@ def test_fragments(t, d, side):
 
 @SIDES
 @WIDTHS
-def test_an_outliers_place_takes_shifts(d, side):
-    """Number 256 step + 8 lane + place of a tile is code number d / 2 lane + 8 step + place."""
-    codes, fragments = (order(TILE, d, side) for order in (code_order, fragment_order))
-    number = np.arange(TILE * d)
-    step, lane, place = number >> 8, number >> 3 & 31, number & 7
-    np.testing.assert_array_equal(fragments, codes[d // 2 * lane + 8 * step + place])
+@pytest.mark.parametrize("bits", BITS)
+def test_an_outliers_place_takes_shifts(d, side, bits):
+    """Number 256 step + 8 lane + place of a tile is one of the codes number d / 2 lane + 8 step on."""
+    codes, number = code_order(TILE, d, side, bits).reshape(-1, 8), np.arange(TILE * d)
+    step, lane = number >> 8, number >> 3 & 31
+    assert (codes[d // 16 * lane + step] == fragment_order(TILE, d, side)[:, None]).any(1).all()
+
+
+@SIDES
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_few_instructions_take_four_codes_of_a_row(bits, side):
+    """Each in a nibble of 16 bits, in the order of the row's columns: what a byte permutation looks up at once."""
+    d = 128
+    codes = np.random.default_rng(0).integers(0, 1 << bits, TILE * d)
+    words = pack(codes[code_order(TILE, d, side, bits)].astype(np.uint8), bits)
+    run = words[0]  # of lane 0: four steps
+    for step, of_step in enumerate(registers(side, d)[0, :4]):
+        if bits == 2:
+            rows = [run[step // 2] >> 16 * (step % 2) + 2 * upper & 0x3333 for upper in (0, 1)]
+        else:
+            last = (run[0] >> 3 & 0x11111111) | (run[1] >> 2 & 0x22222222) | (run[2] >> 1 & 0x44444444)
+            word = (last if bits == 3 and step == 3 else run[step]) & (0x77777777 if bits == 3 else 0xFFFFFFFF)
+            rows = [word & 0xFFFF, word >> 16]
+        for upper, row in enumerate(rows):
+            assert [row >> 4 * i & 15 for i in range(4)] == codes[of_step[upper::2]].reshape(-1).tolist()
 
 
 @WIDTHS
@@ -69,7 +87,7 @@ def test_registers_are_the_instructions_first_operand(d, side):
     """PTX ISA, mma.m16n8k16, matrix A of 16-bit numbers: register i of lane 4 r + c holds row r + 8 (i % 2) and
     columns 2 c + 8 (i // 2) and the next. Rows are tokens of keys and channels of values; the columns of a step may
     stand for any 16 channels (tokens) as long as they do so in all lanes, because the other operand follows suit."""
-    lanes = code_order(TILE, d, side).reshape(LANES, d // 16, 4, 2)
+    lanes = registers(side, d)
     for step in range(d // 16):
         columns = {}
         for lane in range(LANES):
@@ -87,16 +105,18 @@ def test_registers_are_the_instructions_first_operand(d, side):
 
 @pytest.mark.parametrize("d", HEADS)
 def test_rotary_pairs_lie_in_one_lane(d):
-    lanes = lane_of("key", d)
+    lanes = np.empty(TILE * d, int)
+    lanes[registers("key", d)] = np.arange(LANES)[:, None, None, None]
+    lanes = lanes.reshape(TILE, d)
     for dim in range(16, d + 1, 16):
         np.testing.assert_array_equal(lanes[:, : dim // 2], lanes[:, dim // 2 : dim])
 
 
 @pytest.mark.parametrize("d", HEADS)
 def test_interleaved_rotary_pairs_share_a_register(d):
-    registers = code_order(TILE, d, "key").reshape(-1, 2)
-    assert (registers[:, 0] % 2 == 0).all()
-    np.testing.assert_array_equal(registers[:, 1], registers[:, 0] + 1)
+    first, second = np.moveaxis(registers("key", d), -1, 0)
+    assert (first % 2 == 0).all()
+    np.testing.assert_array_equal(second, first + 1)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -113,7 +133,7 @@ def test_loads_of_a_warp_are_contiguous(d, bits):
 
 @pytest.mark.parametrize("d", HEADS)
 def test_a_load_of_eight_scales_is_what_two_steps_of_a_lane_need(d):
-    lanes = code_order(TILE, d, "key").reshape(8, 4, d // 16, 8) % d  # channels, by r, c and step
+    lanes = registers("key", d).reshape(8, 4, d // 16, 8) % d  # channels, by r, c and step
     for number, scales in enumerate(channel_order(d).reshape(-1, 8)):
         steps, c = divmod(number, 4)
         for odd in (0, 1):

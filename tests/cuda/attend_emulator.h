@@ -58,6 +58,11 @@ inline float __int_as_float(int a) {
     std::memcpy(&y, &a, 4);
     return y;
 }
+inline unsigned __float_as_uint(float a) {
+    unsigned y;
+    std::memcpy(&y, &a, 4);
+    return y;
+}
 inline int __float2int_rn(float a) { return std::isnan(a) ? 0 : static_cast<int>(std::lrint(std::fmin(std::fmax(a, -2147483520.f), 2147483520.f))); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const uint64_t both = a | static_cast<uint64_t>(b) << 32;
@@ -102,6 +107,42 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
         }
         d[i] = static_cast<float>(sum);
     }
+}
+
+// Bytes of a times bytes of b, both as numbers by `first` and `second`.
+template <typename First, typename Second>
+void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const uint64_t mine[3] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32, b0 | static_cast<uint64_t>(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
+        long long sum = d[i];
+        for (int k = 0; k < 32; ++k) {
+            const First x = static_cast<First>(all[k / 16][row * 4 + k % 16 / 4] >> (32 * upper + 8 * (k % 4)));
+            const Second y = static_cast<Second>(all[2][column * 4 + k % 16 / 4] >> (k / 16 * 32 + 8 * (k % 4)));
+            sum += static_cast<int>(x) * static_cast<int>(y);
+        }
+        if (sum != static_cast<int>(sum)) {
+            std::fprintf(stderr, "a sum of bytes overflows\n");
+            std::abort();
+        }
+        d[i] = static_cast<int>(sum);
+    }
+}
+inline void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, signed char>(d, a, b0, b1); }
+inline void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, unsigned char>(d, a, b0, b1); }
+
+inline unsigned masked(unsigned a, unsigned b) { return a & b; }
+inline unsigned permute(unsigned low, unsigned high, unsigned which) {
+    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned x = static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7u) & 255u);
+        y |= (which >> 4 * i & 8u ? (x & 128u ? 255u : 0u) : x) << 8 * i;
+    }
+    return y;
 }
 
 inline void mma_half(unsigned& d0, unsigned& d1, unsigned a0, unsigned a1, unsigned b) {
@@ -163,6 +204,7 @@ uint2 load_table2(unsigned at) {
 }
 inline int rolled(int x) { return x; }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float log2_fast(float x) { return std::log2(x); }
 inline void group_barrier(int id, int threads) {
     emulator::Barrier& barrier = emulator::current->block->groups[id];
     if (id < 1 || id > 15 || (barrier.members && barrier.members != threads)) {

@@ -29,6 +29,9 @@
 struct float2 {
     float x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -38,6 +41,7 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -257,6 +261,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     return static_cast<unsigned>(most);
 }
 inline unsigned __reduce_min_sync(unsigned, unsigned x) { return ~__reduce_max_sync(~0u, ~x); }
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+    const uint64_t* values = emulator::exchange(x);
+    uint64_t all = 0;
+    for (int i = 0; i < 32; ++i) all |= values[i];
+    return static_cast<unsigned>(all);
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {

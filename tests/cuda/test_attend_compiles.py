@@ -25,13 +25,13 @@ def cache(tmp_path, monkeypatch):
 
 def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
     key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
-    return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv))
+    return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv), True)
 
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half") -> jit.Unit:
     formats = RECIPES[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
-    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows)
+    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Window
+from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
 from runtime.attention import _NAMES, PagedAttention, _Attend, _Merge
 from runtime.sources import kernel_folder
 from runtime.units import MOST_ROWS, attend_unit
-from tests.formats import CASES, Case, kivi, kvquant
+from tests.formats import CASES, Case, cache_numbers, kivi, kvquant
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -103,7 +103,9 @@ class Emulated(PagedAttention):
         return 0
 
     def module(self, rows: int) -> Module:
-        unit = attend_unit(self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS))
+        unit = attend_unit(
+            self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS), self.bytes_
+        )
         return Module(build(unit.source))
 
 
@@ -138,6 +140,47 @@ def test_widths_with_outliers(bits):
 @pytest.mark.parametrize("g", [1, 3, 4, 12])
 def test_query_heads_per_kv_head(g):
     check(case(kvquant(2), 2 * g), [700, 130])
+
+
+def with_outliers(share: float, bits: int = 2, codebook: str = "nuq") -> LayerFormat:
+    """Formats that go by bytes."""
+    window = Window(sinks=1)
+    key = Dense(bits, "channel", codebook=codebook, scales="bundle")
+    value = Dense(bits, "token", codebook=codebook)
+    return LayerFormat(
+        Format(64, key, Sparse(share, "channel", "bundle"), window, "pre_rope"),
+        Format(64, value, Sparse(share, "token", "online"), window),
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_uniform_codes_by_bytes(bits):
+    check(case(with_outliers(0.01, bits, "uniform")), LENGTHS)
+
+
+@pytest.mark.parametrize("share", [0.002, 0.06])
+def test_few_and_many_outliers(share):
+    """Pages without any in a head, and lists longer than a warp copies."""
+    check(case(with_outliers(share)), [300, 65])
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_outliers_on_one_side_only(side):
+    formats = with_outliers(0.02, 4)
+    plain = {other: replace(getattr(formats, other), sparse=None) for other in ("key", "value") if other != side}
+    check(case(replace(formats, **plain)), [300, 65])
+
+
+def test_outliers_far_beyond_their_range(monkeypatch):
+    """Of values: parts so large that they are added as floats. A hundredth of the numbers is ten thousand times as large."""
+
+    def spiky(n: int, h_kv: int, d: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.from_numpy(cache_numbers((n, h_kv, d), seed))
+        spikes = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < 0.01
+        return torch.where(spikes, x, x * 1e-4 if seed >= 100 else x).to(dtype)
+
+    monkeypatch.setattr(paged, "numbers", spiky)
+    check(case(with_outliers(0.02)), [300, 70])
 
 
 @pytest.mark.parametrize("g", [1, 4])

@@ -32,7 +32,7 @@ def layout_asserts(bits: int) -> list[str]:
 
 
 def unpack_asserts(bits: int) -> str:
-    """`unpack` against `place`, evaluated by the compiler on words that hold one bit each."""
+    """`unpack` and `close` against `place`, evaluated by the compiler on words that hold one bit each."""
     return f"""
 constexpr __device__ bool agrees() {{
     for (int code = 0; code < {RUN}; ++code) {{
@@ -45,11 +45,20 @@ constexpr __device__ bool agrees() {{
             for (int i = 0; i < {RUN}; ++i) {{
                 if (codes[i] != (i == code ? 1u << low : 0u)) return false;
             }}
+            using Codes = signpost::Codes<{bits}>;
+            unsigned wide[Codes::WIDE] = {{}};
+            for (int i = 0; i < {RUN}; ++i) {{
+                wide[i / Codes::PER_WORD] |= codes[i] << Codes::STRIDE * (i % Codes::PER_WORD);
+            }}
+            Codes::close(wide);
+            for (int i = 0; i < {bits}; ++i) {{
+                if (wide[i] != words[i]) return false;
+            }}
         }}
     }}
     return true;
 }}
-static_assert(agrees(), "unpack does not follow place");
+static_assert(agrees(), "unpack or close does not follow place");
 """
 
 

@@ -112,5 +112,13 @@ def declared(manifest):
     return found
 
 
+def values(bits, signposts):
+    """What the codes of a dense part stand for that has signposts."""
+    if bits == 8:
+        return signposts
+    n = np.float32(63 if bits == 4 else 127)
+    return np.round(signposts * n) / n
+
+
 if __name__ == "__main__":
     print(*(f"{name} {tensor.dtype} {tensor.shape}" for name, tensor in read(sys.argv[1])[1].items()), sep="\n")

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artifacts import load
+from artifacts import Dense, load
 from artifacts.bundle import MANIFEST_LIMIT
+from artifacts.codes import BITS
 from artifacts.model import MAX_LAYERS
 from artifacts.tensor_file import HEADER_LIMIT
+from runtime.parts.dense import codebook
 from tests.artifacts.samples import layer_formats, sample_bundle
 from tests.docs import spec_reader
 from tests.fuzz.corpus import bundles
@@ -63,6 +66,14 @@ def test_refuses_what_is_damaged(tmp_path_factory, name, rng):
     else:
         same(folder)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_signposts_are_rounded_as_the_runtime_does(bits):
+    signposts = np.sort(np.random.default_rng(0).uniform(-1.2, 1.2, 1 << bits)).astype(np.float32)
+    tables, part = {"signposts": torch.from_numpy(signposts)}, Dense(bits, "token", 0, "nuq")
+    decoded = codebook(part, 64, tables, torch.device("cpu"))
+    np.testing.assert_array_equal(spec_reader.values(bits, signposts), decoded.numpy(), strict=True)
 
 
 def test_imports_numpy_and_the_standard_library():

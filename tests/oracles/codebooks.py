@@ -1,6 +1,18 @@
-"""Oracle of NormalFloat, after the authors' script: quantiles of two unequal halves, bisecting the error function."""
+"""Oracles of codebooks: NormalFloat after the authors' script (quantiles of two unequal halves, bisecting the error
+function), and signposts as they are decoded."""
 
 from math import erf, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def rounded(signposts: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """Signposts on the grid that their bits have, in float32, one after the other; ties go to the even number."""
+    if bits == 8:
+        return signposts
+    steps = np.float32({1: 127, 2: 127, 3: 127, 4: 63}[bits])
+    return np.array([np.float32(round(float(x * steps))) / steps for x in signposts.astype(np.float32)])
 
 
 def _quantile(p: float) -> float:

@@ -8,9 +8,8 @@ def _low_first(code: int, bits: int) -> str:
 def pack_run(codes: list[int], bits: int) -> list[int]:
     """The words of one run of 32 codes."""
     if bits == 3:
-        tail = _low_first(codes[30], 3) + _low_first(codes[31], 3)
-        tens = ["".join(_low_first(code, 3) for code in codes[10 * w : 10 * w + 10]) for w in range(3)]
-        words = [ten + tail[2 * w : 2 * w + 2] for w, ten in enumerate(tens)]
+        last = [_low_first(code, 3) for code in codes[24:]]
+        words = ["".join(_low_first(codes[8 * w + i], 3) + last[i][w] for i in range(8)) for w in range(3)]
     else:
         run = "".join(_low_first(code, bits) for code in codes)
         words = [run[32 * w : 32 * w + 32] for w in range(bits)]

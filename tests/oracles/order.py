@@ -17,14 +17,22 @@ def operand(lane: int, step: int, d: int, side: str) -> list[tuple[int, int]]:
     return [(token, 16 * step + row) for pair in pairs for row in (r, r + 8) for token in pair]
 
 
+def of_step(numbers: list[tuple[int, int]], bits: int) -> list[tuple[int, int]]:
+    """The eight numbers of `operand` in the order of their codes."""
+    a, b = numbers[:2] + numbers[4:6], numbers[2:4] + numbers[6:]  # of row r and of row r + 8
+    if bits == 2:
+        return [number for both in zip(a, b, strict=True) for number in both]
+    return a + b if bits in (3, 4) else numbers
+
+
 @cache
-def codes(t: int, d: int, side: str) -> list[tuple[int, int]]:
+def codes(t: int, d: int, side: str, bits: int) -> list[tuple[int, int]]:
     """Token and channel of every code of a head's page, tile by tile and one lane after the other."""
     found = []
     for first in range(0, t, 16):
         for lane in range(32):
             for step in range(d // 16):
-                found += [(first + token, channel) for token, channel in operand(lane, step, d, side)]
+                found += [(first + token, channel) for token, channel in of_step(operand(lane, step, d, side), bits)]
     return found
 
 
@@ -66,10 +74,10 @@ def channels(d: int) -> list[int]:
     return found
 
 
-def of_tokens(ordered: NDArray[np.generic], t: int, d: int, side: str) -> NDArray[np.generic]:
-    """Numbers [..., t * d] in the order of `codes` as [..., t, d]."""
+def of_tokens(ordered: NDArray[np.generic], t: int, d: int, side: str, bits: int) -> NDArray[np.generic]:
+    """Codes [..., t * d] in the order of `codes` as [..., t, d]."""
     out = np.empty((*ordered.shape[:-1], t, d), ordered.dtype)
-    for i, (token, channel) in enumerate(codes(t, d, side)):
+    for i, (token, channel) in enumerate(codes(t, d, side, bits)):
         out[..., token, channel] = ordered[..., i]
     return out
 

@@ -33,7 +33,7 @@ def test_pages(t, d, bits, side):
     words = pack_page(torch.from_numpy(codes), shape, bits)
     assert words.dtype == torch.int32
     assert words.shape == (3, 2, t // 16, d * bits // 2)
-    ordered = [int(codes[2, 1, token, channel]) for token, channel in order.codes(t, d, side)]
+    ordered = [int(codes[2, 1, token, channel]) for token, channel in order.codes(t, d, side, bits)]
     lanes = np.array([pack_run(ordered[i : i + RUN], bits) for i in range(0, t * d, RUN)]).reshape(t // 16, -1)
     np.testing.assert_array_equal(words[2, 1].numpy().view(np.uint32), lanes[:, order.words(d, bits)])
     np.testing.assert_array_equal(unpack_page(words, shape, bits).numpy(), codes)

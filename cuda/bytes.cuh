@@ -1,0 +1,433 @@
+// Packed pages of keys and values whose codes are bytes: a warp takes whole pages of a head, 64 tokens and all channels.
+//
+// Codes become bytes in registers (cuda/bytes_codes.cuh) and meet the query, or the probabilities, in products of bytes with exact sums.
+// The query is eight queries of two bytes (cuda/bytes_query.cuh), a probability three bytes; each is a column of the
+// matrix instruction. Scales of channels are part of the query, scales of tokens part of the probabilities, zero points are sums apart.
+// Outliers (cuda/bytes_feed.cuh) are added up as whole numbers in shared memory, those of keys to scores, those of values to outputs.
+#pragma once
+
+#include "bytes_codes.cuh"
+#include "bytes_feed.cuh"
+#include "bytes_query.cuh"
+#include "softmax.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct BytePages {
+    using L = Layout<C>;
+    using B = ByteLayout<C>;
+    using K = typename C::Key;
+    using V = typename C::Value;
+    static constexpr int D = L::D, ROWS = L::ROWS, NT = B::NT, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
+    using KeyTable = typename L::KeyTable;
+    using FastTurn = Turn<K, D, B::FAST>;
+    using KeyWords = LaneWords<K::BITS, L::RUNS, KeyTable>;
+    using ValueWords = LaneWords<V::BITS, L::RUNS, typename L::ValueTable>;
+
+    static constexpr float PROBABILITY = 8388607.f;                    // units of one; probabilities are at most two
+    static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
+    static constexpr float VALUE_UNITS = 262144.f, MOST_VALUE = 15.9f; // likewise of values; more is added in float
+    static constexpr int PAGES_OF_VALUES = 8, PAGES_OF_SUMS = 512;     // after which whole sums might overflow
+
+    const Place<C>& at;
+    ByteQuery<C> query;
+    ByteTable<K::BITS> key_codes;
+    ByteTable<V::BITS> value_codes;
+    int sums[STEPS][NT][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
+    float maximum[ROWS], sum[ROWS], zeros[ROWS];
+
+    __device__ __forceinline__ explicit BytePages(const Place<C>& place) : at(place), query(place, place.shared + L::RING + place.warp * B::WARP_BYTES) {}
+
+    __device__ __forceinline__ unsigned char* block() const { return at.shared + L::BYTE_TABLES; }
+    __device__ __forceinline__ unsigned char* mine() const { return query.mine; }
+    __device__ __forceinline__ float* out() const { return reinterpret_cast<float*>(mine() + B::OUT); }
+    __device__ __forceinline__ int* value_sums() const { return reinterpret_cast<int*>(mine() + B::VALUE_SUMS); }
+    __device__ __forceinline__ int* key_sums() const { return reinterpret_cast<int*>(mine() + B::KEY_SUMS); }
+    __device__ __forceinline__ float* plain() const { return reinterpret_cast<float*>(mine() + B::PLAIN); }
+
+    // Once a block, then a barrier, then `take_codebooks`.
+    __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, block()); }
+    __device__ __forceinline__ void take_codebooks(const float* of_keys, const float* of_values) {
+        KeyTable::fill(at.shared, of_keys);
+        key_codes.load(of_keys, K::UNIT, K::ORIGIN);
+        value_codes.load(of_values, V::UNIT, V::ORIGIN);
+    }
+
+    // Once a head, after a barrier; another one follows.
+    __device__ __forceinline__ void fold() {
+        ByteQuery<C>::fold(at, block());
+        if (at.warp > 0) return;
+        uint4* zero_keys = reinterpret_cast<uint4*>(block() + B::ZERO_KEYS) + at.lane;
+        uint4* turns = reinterpret_cast<uint4*>(block() + B::TURNS) + at.lane;
+        FastTurn rope;
+        rope.load(
+            at.params.rope, 0, 0, at.r, at.c, [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
+            [&](int s, const uint4& x) { zero_keys[s * 32] = x; });
+#pragma unroll
+        for (int s = 0; s < B::FAST; ++s) {
+            turns[64 * s] = make_uint4(rope.own[s][0], rope.own[s][1], rope.own[s][2], rope.own[s][3]);
+            turns[64 * s + 32] = make_uint4(rope.other[s][0], rope.other[s][1], rope.other[s][2], rope.other[s][3]);
+        }
+    }
+
+    // ---- pages ----
+
+    // Pages from ... to - 1, of which a warp takes one out of WARPS. Leaves what they give to `softmax`, which is reset.
+    __device__ __forceinline__ void run(int from, int to, Softmax<C>& softmax) {
+        const int first = from + at.warp, count = first < to ? (to - first + L::WARPS - 1) / L::WARPS : 0;
+        if (count == 0) return;
+        ByteFeed<C> feed(at, mine(), first, count);
+        query.start(first);
+        reset();
+        feed.start();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            PageList key_list{}, value_list{};
+            feed.open_keys(key_list, value_list);
+            query.leave(block());
+            __syncwarp();
+            if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
+            scores();
+            feed.keys_done();
+            feed.open_values();
+            if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
+            add_values();
+            feed.values_done();
+            const bool last = i + 1 == count;
+            if (V::SPARSE && ((i + 1) % PAGES_OF_VALUES == 0 || last)) take_value_outliers();
+            if ((i + 1) % PAGES_OF_SUMS == 0 || last) take_sums();
+        }
+        copy_wait<0>();
+        leave(softmax);
+    }
+
+    __device__ __forceinline__ void reset() {
+        clear_sums();
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            maximum[row] = minus_infinity(), sum[row] = 0.f, zeros[row] = 0.f;
+            for (int i = at.lane; i < D; i += 32) {
+                out()[row * D + i] = 0.f;
+                if constexpr (V::SPARSE) value_sums()[row * D + i] = 0;
+            }
+            if constexpr (K::SPARSE) {
+                for (int i = at.lane; i < T; i += 32) key_sums()[row * T + i] = 0;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) reinterpret_cast<uint4*>(mine() + B::PROBABILITIES)[n * 32 + at.lane] = make_uint4(0u, 0u, 0u, 0u);
+        __syncwarp();
+    }
+    __device__ __forceinline__ void clear_sums() {
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[s][n][e] = 0;
+            }
+        }
+    }
+
+    // ---- keys ----
+
+    // Scores of the page's tokens, two rows at a time, and from them probabilities.
+    __device__ __forceinline__ void scores() {
+        float score[ROWS][2];
+#pragma unroll
+        for (int pair = 0; pair < NT; ++pair) {
+            float parts[2][TILES][2] = {};
+            key_products(pair, parts);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int row = 2 * pair + k;
+                if (row >= ROWS) continue;
+                gather(parts[k], score[row]);
+                if constexpr (K::SPARSE) {
+                    int2& outliers = reinterpret_cast<int2*>(key_sums() + row * T)[8 * at.c + at.r];
+                    score[row][0] = fmaf(static_cast<float>(outliers.x), 1.f / SCORE_UNITS, score[row][0]);
+                    score[row][1] = fmaf(static_cast<float>(outliers.y), 1.f / SCORE_UNITS, score[row][1]);
+                    outliers = make_int2(0, 0);
+                }
+            }
+        }
+        soften(score);
+        __syncwarp();
+    }
+
+    // What a lane has of the scores of rows 2 pair and 2 pair + 1: tokens r and r + 8 of every tile, columns 2c and 2c + 1.
+    __device__ __forceinline__ void key_products(int pair, float (&parts)[2][TILES][2]) {
+        unsigned low[2][B::SLOW][2], high[2][B::SLOW][2];
+        float zero[2][2], unit[2], mine_fast[2][2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int row = 2 * pair + k;
+            if (row >= ROWS) continue;
+            query.operands(block(), row, low[k], high[k], zero[k]);
+            unit[k] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
+            mine_fast[k][0] = at.c == 2 * k ? 1.f : 0.f, mine_fast[k][1] = at.c == 2 * k + 1 ? 1.f : 0.f;
+        }
+        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[pair * 32 + at.lane];
+        float fixed[4] = {0.f, 0.f, 0.f, 0.f};  // of the zero points of the fastest pairs; column tile + 4 k is that of a tile
+        const uint4* zero_keys = reinterpret_cast<const uint4*>(block() + B::ZERO_KEYS) + at.lane;
+        const uint4 first_zero = zero_keys[0], second_zero = zero_keys[32];
+        const unsigned zero_operands[2][4] = {{first_zero.x, first_zero.y, first_zero.z, first_zero.w}, {second_zero.x, second_zero.y, second_zero.z, second_zero.w}};
+        mma(fixed, zero_operands[0], fast.x, fast.y);
+        mma(fixed, zero_operands[1], fast.z, fast.w);
+        FastTurn rope;
+        const uint4* turns = reinterpret_cast<const uint4*>(block() + B::TURNS) + at.lane;
+#pragma unroll
+        for (int s = 0; s < B::FAST; ++s) {
+            const uint4 own = turns[64 * s], other = turns[64 * s + 32];
+            rope.own[s][0] = own.x, rope.own[s][1] = own.y, rope.own[s][2] = own.z, rope.own[s][3] = own.w;
+            rope.other[s][0] = other.x, rope.other[s][1] = other.y, rope.other[s][2] = other.z, rope.other[s][3] = other.w;
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            KeyWords codes;
+            codes.load(mine() + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
+            float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
+            turned_products(codes, rope, fast, turned);
+            int of_low[2][4] = {}, of_high[2][4] = {};
+            unrolled<B::SLOW>([&](auto product) {
+                constexpr int I = decltype(product)::value, S = B::FAST + 2 * I;
+                const unsigned a[4] = {key_codes.template row<S, 0>(codes.words), key_codes.template row<S, 1>(codes.words),
+                                       key_codes.template row<S + 1, 0>(codes.words), key_codes.template row<S + 1, 1>(codes.words)};
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    if (2 * pair + k >= ROWS) continue;
+                    mma_unsigned(of_low[k], a, low[k][I][0], low[k][I][1]);
+                    mma_signed(of_high[k], a, high[k][I][0], high[k][I][1]);
+                }
+            });
+            const float4 weight = reinterpret_cast<const float4*>(block() + B::WEIGHTS)[tile * 32 + at.lane];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                if (2 * pair + k >= ROWS) continue;
+                auto number = [&](int e) { return fmaf(static_cast<float>(of_high[k][e] * 256 + of_low[k][e]), unit[k], zero[k][e % 2]); };
+                parts[k][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast[k][tile / 2]));
+                parts[k][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast[k][tile / 2]));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void turned_products(const KeyWords& codes, const FastTurn& rope, const uint4& fast, float (&score)[4]) const {
+        const unsigned table = KeyTable::lane_base(at.lane);
+        unsigned a[4];
+        codes.template fragment<0>(table, a);
+        rope.template turn<0>(a);
+        mma(score, a, fast.x, fast.y);
+        codes.template fragment<1>(table, a);
+        rope.template turn<1>(a);
+        mma(score, a, fast.z, fast.w);
+    }
+
+    // Adds up the four lanes of a token; lane 4 r + c gets tokens r and r + 8 of tile c.
+    __device__ __forceinline__ void gather(const float (&part)[TILES][2], float (&score)[2]) const {
+        const bool upper = at.c & 2, odd = at.c & 1;
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            float x = upper ? part[2][u] : part[0][u], y = upper ? part[3][u] : part[1][u];
+            x += __shfl_xor_sync(~0u, upper ? part[0][u] : part[2][u], 2);
+            y += __shfl_xor_sync(~0u, upper ? part[1][u] : part[3][u], 2);
+            score[u] = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
+        }
+    }
+
+    // What an outlier adds to the rows' sums at one place.
+    template <typename N>
+    struct Part {
+        int to;
+        N by[ROWS];
+    };
+
+    __device__ __forceinline__ void add_key_outliers(const PageList& list, const ByteFeed<C>& feed) {
+        const unsigned* angles = reinterpret_cast<const unsigned*>(block() + B::ANGLES);
+        Rounds(list, mine() + B::BUSY, at.lane).template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), [&](unsigned block, unsigned index, float correction) {
+            const float2 angle = __half22float2(as_half2(angles[block * 128 + (index / 8 * 4 | index % 4)]));
+            const float2* q = query.pairs(0) + (block % STEPS * 16 + (index / 2 & 14u | index & 1u));
+            Part<int> part;
+            part.to = block / STEPS * TILE + (index / 16 & 14u | index / 2 & 1u);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const float2 x = q[row * 2 * B::PAIRS];
+                const float score = (x.x * angle.x + x.y * angle.y) * (query.size[row] * SCORE_UNITS) * correction;
+                part.by[row] = __float2int_rn(fminf(fmaxf(score, -MOST_SCORE * SCORE_UNITS), MOST_SCORE * SCORE_UNITS));
+            }
+            return part;
+        }, [&](bool there, const Part<int>& part) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                if (there) atomicAdd(key_sums() + row * T + part.to, part.by[row]);
+            }
+        }, [](bool, const Part<int>&) { return true; }, [](const Part<int>&) {});
+    }
+
+    // ---- softmax ----
+
+    // Scores to probabilities relative to the running maximum, that of score plus log of the value's scale: so what multiplies codes is at
+    // most two.
+    __device__ __forceinline__ void soften(const float (&score)[ROWS][2]) {
+        float scale[2], zero[2], whole[ROWS][2];  // of the lane's tokens, r and r + 8 of tile c
+        bool over = false;
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            const int token = TILE * at.c + 8 * u + at.r;
+            scale[u] = fmaxf(__half2float(reinterpret_cast<const __half*>(mine() + B::SCALE)[token]), 5.9604645e-8f);
+            zero[u] = fmaf(scale[u], V::ORIGIN, __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
+            const float size = log2_fast(scale[u]);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                whole[row][u] = score[row][u] + size;
+                over |= whole[row][u] > maximum[row] + 1.f;
+            }
+        }
+        if (__any_sync(~0u, over)) raise(whole);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                const float weight = exp2_fast(whole[row][u] - maximum[row]), p = exp2_fast(score[row][u] - maximum[row]);
+                sum[row] += p;
+                zeros[row] = fmaf(p, zero[u], zeros[row]);
+                const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * PROBABILITY));
+                // Columns 4 (row % 2) + byte; the token's place among those of lane c of an operand is that of a code.
+                unsigned char* to = mine() + B::PROBABILITIES + ((row / 2 * 8 + row % 2 * 4) * 4 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
+#pragma unroll
+                for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
+                if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p;
+            }
+        }
+    }
+
+    // New maxima for all rows.
+    __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
+        take_sums();
+        if constexpr (V::SPARSE) take_value_outliers();
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, mask));
+            const float factor = maximum[row] == minus_infinity() ? 0.f : exp2_fast(maximum[row] - highest);
+            maximum[row] = highest;
+            sum[row] *= factor;
+            zeros[row] *= factor;
+            for (int i = at.lane; i < D; i += 32) out()[row * D + i] *= factor;
+        }
+        __syncwarp();
+    }
+
+    // ---- values ----
+
+    __device__ __forceinline__ void add_values() {
+        unsigned b[NT][TILES];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const uint4 x = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[n * 32 + at.lane];
+            b[n][0] = x.x, b[n][1] = x.y, b[n][2] = x.z, b[n][3] = x.w;
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile += 2) {
+            ValueWords first, second;
+            first.load(mine() + B::VALUE_CODES + tile * V::TILE_BYTES, at.lane);
+            second.load(mine() + B::VALUE_CODES + (tile + 1) * V::TILE_BYTES, at.lane);
+            unrolled<STEPS>([&](auto step) {
+                constexpr int S = decltype(step)::value;
+                const unsigned a[4] = {value_codes.template row<S, 0>(first.words), value_codes.template row<S, 1>(first.words),
+                                       value_codes.template row<S, 0>(second.words), value_codes.template row<S, 1>(second.words)};
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma_unsigned(sums[S][n], a, b[n][tile], b[n][tile + 1]);
+            });
+        }
+    }
+
+    __device__ __forceinline__ void add_value_outliers(const PageList& list, const ByteFeed<C>& feed) {
+        Rounds(list, mine() + B::BUSY, at.lane).template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), [&](unsigned block, unsigned index, float correction) {
+            const float* p = plain() + (block / STEPS * TILE + (index / 2 & 14u | index & 1u));
+            Part<float> part;
+            part.to = block % STEPS * 16 + (index / 16 & 14u | index / 2 & 1u);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) part.by[row] = p[row * T] * correction;
+            return part;
+        }, [&](bool there, const Part<float>& part) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const bool fits = fabsf(part.by[row]) <= MOST_VALUE;
+                if (there) atomicAdd(value_sums() + row * D + part.to, __float2int_rn(fits ? part.by[row] * VALUE_UNITS : 0.f));
+            }
+        }, [&](bool there, const Part<float>& part) {
+            bool fits = true;
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) fits = fits && fabsf(part.by[row]) <= MOST_VALUE;
+            return !there || fits;
+        }, [&](const Part<float>& part) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                if (fabsf(part.by[row]) > MOST_VALUE) atomicAdd(out() + row * D + part.to, part.by[row]);
+            }
+        });
+    }
+
+    // Whole sums to the output; they begin again. Three columns are the bytes of a row: those of lanes c and c + 1.
+    __device__ __forceinline__ void take_sums() {
+        const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                float x = static_cast<float>(sums[s][n][0]) * first + static_cast<float>(sums[s][n][1]) * second;
+                float y = static_cast<float>(sums[s][n][2]) * first + static_cast<float>(sums[s][n][3]) * second;
+                x += __shfl_xor_sync(~0u, x, 1);
+                y += __shfl_xor_sync(~0u, y, 1);
+                const int row = 2 * n + at.c / 2;
+                if (at.c % 2 == 0 && row < ROWS) {
+                    float2& to = reinterpret_cast<float2*>(out() + row * D)[8 * s + at.r];
+                    to = make_float2(fmaf(x, V::UNIT / PROBABILITY, to.x), fmaf(y, V::UNIT / PROBABILITY, to.y));
+                }
+            }
+        }
+        clear_sums();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void take_value_outliers() {
+        __syncwarp();
+        for (int i = at.lane; i < ROWS * D; i += 32) {
+            out()[i] += static_cast<float>(value_sums()[i]) * (1.f / VALUE_UNITS);
+            value_sums()[i] = 0;
+        }
+        __syncwarp();
+    }
+
+    // The warp's result as the state of `softmax`: column n is row n.
+    __device__ __forceinline__ void leave(Softmax<C>& softmax) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) {
+                sum[row] += __shfl_xor_sync(~0u, sum[row], mask);
+                zeros[row] += __shfl_xor_sync(~0u, zeros[row], mask);
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                if (2 * at.c + e != row) continue;
+                softmax.maximum[0][e] = maximum[row];
+                softmax.sum[0][e] = at.r == 0 ? sum[row] : 0.f;
+                softmax.zeros[0][e] = at.r == 0 ? zeros[row] : 0.f;
+            }
+            const int row = 2 * at.c + e;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+                for (int u = 0; u < 2; ++u) softmax.out[s][0][2 * u + e] = row < ROWS ? out()[row * D + 16 * s + 2 * at.r + u] : 0.f;
+            }
+        }
+    }
+};
+
+}  // namespace signpost

@@ -1,0 +1,79 @@
+// Pages as products of bytes: which formats go this way, and what a block keeps in shared memory for it (cuda/bytes.cuh says how).
+#pragma once
+
+#include "sides.cuh"
+
+namespace signpost {
+
+// Whether keys and values have nothing but codes of few bits, whose numbers are whole multiples of a unit, scales that can be
+// taken out of the products, and outliers.
+template <typename Shape>
+struct Bytes {
+    using K = typename Shape::Key;
+    using V = typename Shape::Value;
+    template <typename S>
+    static constexpr bool plain() {
+        return S::T == 64 && S::BITS >= 2 && S::BITS <= 4 && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER && !S::ROTATE;
+    }
+    static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED;
+    static constexpr bool VALUES = plain<V>() && V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D;
+    static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
+};
+
+// The copy of a page's list of outliers. A list of more than MOST is read from the page instead.
+struct ListPlace {
+    static constexpr int MOST = 208;
+    static constexpr int PIECES = (15 + MOST + 15) / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
+    static_assert(PIECES <= 64 && 15 + MOST <= 512, "a lane copies two pieces, the second one of corrections");
+
+    // How many pieces of 16 bytes the indices take, which begin somewhere in the first one. Corrections follow, likewise.
+    static __device__ __forceinline__ unsigned index_pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
+};
+
+// C: as in layout.cuh. AT: where the block's part begins; the warps' parts are in the ring's place.
+template <typename C>
+struct ByteLayout {
+    using K = typename C::Key;
+    using V = typename C::Value;
+    static constexpr int D = C::D, ROWS = C::ROWS, T = 64, TILES = T / TILE, STEPS = D / 16, PAIRS = D / 2;
+    static constexpr int FAST = 2;                   // steps of channels whose keys are turned: the fastest pairs
+    static constexpr int SLOW = (STEPS - FAST) / 2;  // products over 32 channels that functions of the token turn
+    static constexpr int FUNCTIONS = 8;
+    static constexpr int NT = (ROWS + 1) / 2;        // blocks of columns: two rows each
+    static constexpr int BLOCKS = TILES * STEPS;     // of 256 numbers, of a page
+    static_assert((STEPS - FAST) % 2 == 0 && BLOCKS <= 32, "whole products, and a block a lane");
+
+    // Of the block, bytes from its start.
+    static constexpr int WEIGHTS = 0;                                    // f32 [TILES][32][4]: functions of a lane's tokens
+    static constexpr int COEFFICIENTS = WEIGHTS + TILES * 512;           // f32 [SLOW][2][32][4]: of the turned query, by function
+    static constexpr int ZEROS = COEFFICIENTS + SLOW * 1024;             // the same for zero points
+    static constexpr int ZERO_KEYS = ZEROS + SLOW * 1024;                // f16 first operands [FAST]
+    static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
+    static constexpr int STEPS_ON = TURNS + 2 * FAST * 512;              // f32 [4 or 2][32] pairs (cos, sin), see ByteQuery
+    static constexpr int ANGLES = STEPS_ON + (PAIRS / 32 + 2) * 256;     //              // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
+    static constexpr int BLOCK_BYTES = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
+
+    // Of a warp: a page of one head,
+    static constexpr int KEY_CODES = 0, KEY_BYTES = TILES * K::TILE_BYTES;
+    static constexpr int VALUE_CODES = KEY_CODES + KEY_BYTES, VALUE_BYTES = TILES * V::TILE_BYTES;
+    static constexpr int SCALE = VALUE_CODES + VALUE_BYTES, ZERO = SCALE + 2 * T;  // f16 [T]
+    static constexpr int KEY_LIST = ZERO + 2 * T;
+    static constexpr int VALUE_LIST = KEY_LIST + (K::SPARSE ? ListPlace::BYTES : 0);
+    // directories of keys and of values, its own and the next page's: counts u8 [BLOCKS], and two pieces of 16 bytes that begin with
+    // where the list begins and where it ends,
+    static constexpr int STARTS = BLOCKS, ENDS = STARTS + 16, DIRECTORY_BYTES = ENDS + 16;
+    static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? ListPlace::BYTES : 0);  // [2][keys, values]
+    // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
+    static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
+    static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [NT][32][8]
+    static constexpr int PROBABILITIES = FAST_OPERAND + NT * 512;                                              // u8 [NT][8][4][TILES][4]
+    static constexpr int OUT = PROBABILITIES + NT * 512;                                                       // f32 [ROWS][STEPS][r, upper]
+    static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e]
+    static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]
+    static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);                               // s32 [ROWS][STEPS][r, upper]
+    static constexpr int BUSY = VALUE_SUMS + (V::SPARSE ? ROWS * D * 4 : 0);                                   // u8 [32]
+    static constexpr int WARP_BYTES = BUSY + (K::SPARSE || V::SPARSE ? 32 : 0);
+    static_assert(WARP_BYTES % 16 == 0 && KEY_LIST % 16 == 0 && DIRECTORY_BYTES % 16 == 0, "pieces have 16 bytes");
+};
+
+}  // namespace signpost
