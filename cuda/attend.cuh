@@ -35,7 +35,7 @@ struct Attend {
     Keys<C>& keys;
     Values<C>& values;
     Exact<C>& exact;
-    BytePages<C>& byte_pages;
+    typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
     KeyOutliers<C> key_outliers;
     // The lane's first outliers of a turn's tiles: of keys those tiles whose lists this warp of the team takes.
     static constexpr int KEY_LISTS = (PHASES + L::PARTS - 1) / L::PARTS;
@@ -357,7 +357,7 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     Keys<C> keys(at, query);
     Values<C> values(at, softmax);
     Exact<C> exact{at, query, softmax};
-    BytePages<C> byte_pages(at);
+    typename PagesByBytes<Layout<C>::BYTES, C>::Type byte_pages(at);
     Attend<C>{at, query, softmax, keys, values, exact, byte_pages, {at}, {}, {}}.run();
 }
 

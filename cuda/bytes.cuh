@@ -430,4 +430,18 @@ struct BytePages {
     }
 };
 
+// In their place, where pages do not go by bytes.
+template <typename C>
+struct NoBytePages {
+    __device__ __forceinline__ explicit NoBytePages(const Place<C>&) {}
+};
+template <bool BYTES, typename C>
+struct PagesByBytes {
+    using Type = NoBytePages<C>;
+};
+template <typename C>
+struct PagesByBytes<true, C> {
+    using Type = BytePages<C>;
+};
+
 }  // namespace signpost

@@ -76,4 +76,14 @@ struct ByteLayout {
     static_assert(WARP_BYTES % 16 == 0 && KEY_LIST % 16 == 0 && DIRECTORY_BYTES % 16 == 0, "pieces have 16 bytes");
 };
 
+// What a block needs for pages by bytes: nothing, if they do not go that way.
+template <bool BYTES, typename C>
+struct ByteRoom {
+    static constexpr int BLOCK_BYTES = 0, WARP_BYTES = 0;
+};
+template <typename C>
+struct ByteRoom<true, C> {
+    static constexpr int BLOCK_BYTES = ByteLayout<C>::BLOCK_BYTES, WARP_BYTES = ByteLayout<C>::WARP_BYTES;
+};
+
 }  // namespace signpost

@@ -16,12 +16,6 @@
 #include "sparse.cuh"
 #include "stage.cuh"
 
-#ifndef SP_REST
-#define SP_REST 16
-#endif
-#ifndef SP_WARPS
-#define SP_WARPS 12
-#endif
 namespace signpost {
 
 // C: Key, Value (sides.cuh), Model, D, ROWS, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
@@ -90,8 +84,8 @@ struct Layout {
     static constexpr int TOTAL = STATE + 3 * TEAMS * COLUMNS * 4;                                     // f32 [3][ROWS]
     static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
     static constexpr int BYTE_TABLES = CORRECTIONS + (V::SPARSE && !BYTES ? WARPS * Corrections<SHARE>::BYTES : 0);
-    static constexpr int RING = BYTE_TABLES + (BYTES ? ByteLayout<C>::BLOCK_BYTES : 0);  // [WARPS]: [SLOTS] of a stage, or a page's
-    static constexpr int WARP_BYTES = BYTES ? ByteLayout<C>::WARP_BYTES : SLOTS * STAGE_BYTES;
+    static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
+    static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
@@ -106,7 +100,7 @@ struct Layout {
     static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * (S::T / T); }
 
     // What all other tokens of a head, and going on to the next head, cost, in units.
-    static constexpr int REST = BYTES ? 2 * WARPS : SP_REST;
+    static constexpr int REST = BYTES ? 24 : 32;
 
     // Units of one head of a sequence: those of which both sides are packed, and REST.
     static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)) + REST; }
@@ -226,7 +220,7 @@ template <typename Shape>
 struct Plan {
     // Four slots a warp hide the memory's latency, eight also that of outliers' lists.
     using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>,  //
-        Choice<SP_WARPS, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<4, 64, 1, 0>,  // by bytes
+        Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<4, 64, 1, 0>,  // by bytes
         Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
         Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
         Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,

@@ -116,12 +116,7 @@ def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, 
     bytes_: what `by_bytes` says.
     """
     d = key.shape.d
-    import os
-
-    source = (
-        os.environ.get("SP_DEFS", "").replace(";", "\n")
-        + f"""
-#include "attend.cuh"
+    source = f"""#include "attend.cuh"
 #include "merge.cuh"
 {side_struct("Key", key, rope, bytes_)}
 {side_struct("Value", value, None, bytes_)}
@@ -144,7 +139,6 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     signpost::Merge<Shape>::run(params, shared);
 }}
 """
-    )
     return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_phases"))
 
 

@@ -172,7 +172,7 @@ def test_outliers_on_one_side_only(side):
 
 
 def test_outliers_far_beyond_their_range(monkeypatch):
-    """Of values: parts so large that they are added as floats. A hundredth of the numbers is ten thousand times as large."""
+    """Of values: parts so large that they are added as floats. One in a hundred numbers is 10000 times larger."""
 
     def spiky(n: int, h_kv: int, d: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
         x = torch.from_numpy(cache_numbers((n, h_kv, d), seed))
