@@ -87,6 +87,12 @@ struct Attend {
 
     // Units from ... to - 1 of one head. Whoever has the last one does the exact part, which the last REST stand for.
     __device__ __forceinline__ void stretch(int from, int to, int count) {
+        const int pair = at.sequence * at.params.h_kv + at.head;
+        if (from >= count - L::REST && to < count) {  // nothing but what somebody else does
+            softmax.reset();
+            softmax.store(blockIdx.x + pair);
+            return;
+        }
         __syncthreads();  // the last stretch's readers of the query and writers of the output are done
         keys.load();
         values.load();
@@ -96,7 +102,6 @@ struct Attend {
         else keys.fold();
         query.load();
         softmax.reset();
-        const int pair = at.sequence * at.params.h_kv + at.head;
         if constexpr (L::BYTES) byte_pages.run(from, min(to, count - L::REST), softmax);
         else pages<true, true>(from, min(to, count - L::REST));
         const bool rest = to == count;
@@ -246,6 +251,7 @@ struct Attend {
             stages = next;
         }
         arrived<0>();
+        if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
 
     template <int PENDING_GROUPS>

@@ -1,8 +1,8 @@
 // Packed pages of keys and values whose codes are bytes: a warp takes whole pages of a head, 64 tokens and all channels.
 //
 // Codes become bytes in registers (cuda/bytes_codes.cuh) and meet the query, or the probabilities, in products of bytes with exact sums.
-// The query is eight queries of two bytes (cuda/bytes_query.cuh), a probability three bytes; each is a column of the
-// matrix instruction. Scales of channels are part of the query, scales of tokens part of the probabilities, zero points are sums apart.
+// The query is eight queries (cuda/bytes_query.cuh), the columns of a product of their low bytes and of one of their high bytes; a
+// probability is three bytes, three columns. Scales of channels are part of the query, scales of tokens part of the probabilities, zero points are sums apart.
 // Outliers (cuda/bytes_feed.cuh) are added up as whole numbers in shared memory, those of keys to scores, those of values to outputs.
 #pragma once
 
@@ -19,13 +19,13 @@ struct BytePages {
     using B = ByteLayout<C>;
     using K = typename C::Key;
     using V = typename C::Value;
-    static constexpr int D = L::D, ROWS = L::ROWS, NT = B::NT, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
+    static constexpr int D = L::D, ROWS = L::ROWS, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
     using KeyTable = typename L::KeyTable;
     using FastTurn = Turn<K, D, B::FAST>;
     using KeyWords = LaneWords<K::BITS, L::RUNS, KeyTable>;
     using ValueWords = LaneWords<V::BITS, L::RUNS, typename L::ValueTable>;
 
-    static constexpr float PROBABILITY = 8388607.f;                    // units of one; probabilities are at most two
+    static constexpr float PROBABILITY = 8388600.f;                    // units of one: two, and what exp2 is off, are less than 2^24
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
     static constexpr float VALUE_UNITS = 262144.f, MOST_VALUE = 15.9f; // likewise of values; more is added in float
     static constexpr int PAGES_OF_VALUES = 8, PAGES_OF_SUMS = 512;     // after which whole sums might overflow
@@ -34,12 +34,12 @@ struct BytePages {
     ByteQuery<C> query;
     ByteTable<K::BITS> key_codes;
     ByteTable<V::BITS> value_codes;
-    int sums[STEPS][NT][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
+    int sums[STEPS][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
     float maximum[ROWS], sum[ROWS], zeros[ROWS];
 
     __device__ __forceinline__ explicit BytePages(const Place<C>& place) : at(place), query(place, place.shared + L::RING + place.warp * B::WARP_BYTES) {}
 
-    __device__ __forceinline__ unsigned char* block() const { return at.shared + L::BYTE_TABLES; }
+    __device__ __forceinline__ unsigned char* tables() const { return at.shared + L::BYTE_TABLES; }
     __device__ __forceinline__ unsigned char* mine() const { return query.mine; }
     __device__ __forceinline__ float* out() const { return reinterpret_cast<float*>(mine() + B::OUT); }
     __device__ __forceinline__ int* value_sums() const { return reinterpret_cast<int*>(mine() + B::VALUE_SUMS); }
@@ -47,7 +47,7 @@ struct BytePages {
     __device__ __forceinline__ float* plain() const { return reinterpret_cast<float*>(mine() + B::PLAIN); }
 
     // Once a block, then a barrier, then `take_codebooks`.
-    __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, block()); }
+    __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, tables()); }
     __device__ __forceinline__ void take_codebooks(const float* of_keys, const float* of_values) {
         KeyTable::fill(at.shared, of_keys);
         key_codes.load(of_keys, K::UNIT, K::ORIGIN);
@@ -56,10 +56,10 @@ struct BytePages {
 
     // Once a head, after a barrier; another one follows.
     __device__ __forceinline__ void fold() {
-        ByteQuery<C>::fold(at, block());
+        ByteQuery<C>::fold(at, tables());
         if (at.warp > 0) return;
-        uint4* zero_keys = reinterpret_cast<uint4*>(block() + B::ZERO_KEYS) + at.lane;
-        uint4* turns = reinterpret_cast<uint4*>(block() + B::TURNS) + at.lane;
+        uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + at.lane;
+        uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + at.lane;
         FastTurn rope;
         rope.load(
             at.params.rope, 0, 0, at.r, at.c, [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
@@ -85,7 +85,7 @@ struct BytePages {
         for (int i = 0; i < count; ++i) {
             PageList key_list{}, value_list{};
             feed.open_keys(key_list, value_list);
-            query.leave(block());
+            query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
             scores();
@@ -115,68 +115,56 @@ struct BytePages {
                 for (int i = at.lane; i < T; i += 32) key_sums()[row * T + i] = 0;
             }
         }
-#pragma unroll
-        for (int n = 0; n < NT; ++n) reinterpret_cast<uint4*>(mine() + B::PROBABILITIES)[n * 32 + at.lane] = make_uint4(0u, 0u, 0u, 0u);
+        reinterpret_cast<uint4*>(mine() + B::PROBABILITIES)[at.lane] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no byte
         __syncwarp();
     }
     __device__ __forceinline__ void clear_sums() {
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[s][n][e] = 0;
-            }
+            for (int e = 0; e < 4; ++e) sums[s][e] = 0;
         }
     }
 
     // ---- keys ----
 
-    // Scores of the page's tokens, two rows at a time, and from them probabilities.
+    // Scores of the page's tokens, and from them probabilities.
     __device__ __forceinline__ void scores() {
-        float score[ROWS][2];
+        float parts[ROWS][TILES][2], score[ROWS][2];
+        key_products(parts);
 #pragma unroll
-        for (int pair = 0; pair < NT; ++pair) {
-            float parts[2][TILES][2] = {};
-            key_products(pair, parts);
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int row = 2 * pair + k;
-                if (row >= ROWS) continue;
-                gather(parts[k], score[row]);
-                if constexpr (K::SPARSE) {
-                    int2& outliers = reinterpret_cast<int2*>(key_sums() + row * T)[8 * at.c + at.r];
-                    score[row][0] = fmaf(static_cast<float>(outliers.x), 1.f / SCORE_UNITS, score[row][0]);
-                    score[row][1] = fmaf(static_cast<float>(outliers.y), 1.f / SCORE_UNITS, score[row][1]);
-                    outliers = make_int2(0, 0);
-                }
+        for (int row = 0; row < ROWS; ++row) {
+            gather(parts[row], score[row]);
+            if constexpr (K::SPARSE) {
+                int2& outliers = reinterpret_cast<int2*>(key_sums() + row * T)[8 * at.c + at.r];
+                score[row][0] = fmaf(static_cast<float>(outliers.x), 1.f / SCORE_UNITS, score[row][0]);
+                score[row][1] = fmaf(static_cast<float>(outliers.y), 1.f / SCORE_UNITS, score[row][1]);
+                outliers = make_int2(0, 0);
             }
         }
         soften(score);
         __syncwarp();
     }
 
-    // What a lane has of the scores of rows 2 pair and 2 pair + 1: tokens r and r + 8 of every tile, columns 2c and 2c + 1.
-    __device__ __forceinline__ void key_products(int pair, float (&parts)[2][TILES][2]) {
-        unsigned low[2][B::SLOW][2], high[2][B::SLOW][2];
-        float zero[2][2], unit[2], mine_fast[2][2];
+    // What a lane has of the scores: tokens r and r + 8 of every tile, columns 2c and 2c + 1.
+    __device__ __forceinline__ void key_products(float (&parts)[ROWS][TILES][2]) {
+        unsigned low[ROWS][B::SLOW][2], high[ROWS][B::SLOW][2];
+        float zero[ROWS][2], unit[ROWS], mine_fast[ROWS][2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const int row = 2 * pair + k;
-            if (row >= ROWS) continue;
-            query.operands(block(), row, low[k], high[k], zero[k]);
-            unit[k] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
-            mine_fast[k][0] = at.c == 2 * k ? 1.f : 0.f, mine_fast[k][1] = at.c == 2 * k + 1 ? 1.f : 0.f;
+        for (int row = 0; row < ROWS; ++row) {
+            query.operands(tables(), row, low[row], high[row], zero[row]);
+            unit[row] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
+            mine_fast[row][0] = at.c == 2 * row ? 1.f : 0.f, mine_fast[row][1] = at.c == 2 * row + 1 ? 1.f : 0.f;
         }
-        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[pair * 32 + at.lane];
-        float fixed[4] = {0.f, 0.f, 0.f, 0.f};  // of the zero points of the fastest pairs; column tile + 4 k is that of a tile
-        const uint4* zero_keys = reinterpret_cast<const uint4*>(block() + B::ZERO_KEYS) + at.lane;
+        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[at.lane];
+        float fixed[4] = {0.f, 0.f, 0.f, 0.f};  // of the zero points of the fastest pairs; column tile + 4 row is that of a tile
+        const uint4* zero_keys = reinterpret_cast<const uint4*>(tables() + B::ZERO_KEYS) + at.lane;
         const uint4 first_zero = zero_keys[0], second_zero = zero_keys[32];
         const unsigned zero_operands[2][4] = {{first_zero.x, first_zero.y, first_zero.z, first_zero.w}, {second_zero.x, second_zero.y, second_zero.z, second_zero.w}};
         mma(fixed, zero_operands[0], fast.x, fast.y);
         mma(fixed, zero_operands[1], fast.z, fast.w);
         FastTurn rope;
-        const uint4* turns = reinterpret_cast<const uint4*>(block() + B::TURNS) + at.lane;
+        const uint4* turns = reinterpret_cast<const uint4*>(tables() + B::TURNS) + at.lane;
 #pragma unroll
         for (int s = 0; s < B::FAST; ++s) {
             const uint4 own = turns[64 * s], other = turns[64 * s + 32];
@@ -189,25 +177,23 @@ struct BytePages {
             codes.load(mine() + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
             float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
             turned_products(codes, rope, fast, turned);
-            int of_low[2][4] = {}, of_high[2][4] = {};
+            int of_low[ROWS][4] = {}, of_high[ROWS][4] = {};
             unrolled<B::SLOW>([&](auto product) {
                 constexpr int I = decltype(product)::value, S = B::FAST + 2 * I;
                 const unsigned a[4] = {key_codes.template row<S, 0>(codes.words), key_codes.template row<S, 1>(codes.words),
                                        key_codes.template row<S + 1, 0>(codes.words), key_codes.template row<S + 1, 1>(codes.words)};
 #pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    if (2 * pair + k >= ROWS) continue;
-                    mma_unsigned(of_low[k], a, low[k][I][0], low[k][I][1]);
-                    mma_signed(of_high[k], a, high[k][I][0], high[k][I][1]);
+                for (int row = 0; row < ROWS; ++row) {
+                    mma_unsigned(of_low[row], a, low[row][I][0], low[row][I][1]);
+                    mma_signed(of_high[row], a, high[row][I][0], high[row][I][1]);
                 }
             });
-            const float4 weight = reinterpret_cast<const float4*>(block() + B::WEIGHTS)[tile * 32 + at.lane];
+            const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                if (2 * pair + k >= ROWS) continue;
-                auto number = [&](int e) { return fmaf(static_cast<float>(of_high[k][e] * 256 + of_low[k][e]), unit[k], zero[k][e % 2]); };
-                parts[k][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast[k][tile / 2]));
-                parts[k][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast[k][tile / 2]));
+            for (int row = 0; row < ROWS; ++row) {
+                auto number = [&](int e) { return fmaf(static_cast<float>(of_high[row][e] * 256 + of_low[row][e]), unit[row], zero[row][e % 2]); };
+                parts[row][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast[row][tile / 2]));
+                parts[row][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast[row][tile / 2]));
             }
         }
     }
@@ -243,7 +229,7 @@ struct BytePages {
     };
 
     __device__ __forceinline__ void add_key_outliers(const PageList& list, const ByteFeed<C>& feed) {
-        const unsigned* angles = reinterpret_cast<const unsigned*>(block() + B::ANGLES);
+        const unsigned* angles = reinterpret_cast<const unsigned*>(tables() + B::ANGLES);
         Rounds(list, mine() + B::BUSY, at.lane).template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), [&](unsigned block, unsigned index, float correction) {
             const float2 angle = __half22float2(as_half2(angles[block * 128 + (index / 8 * 4 | index % 4)]));
             const float2* q = query.pairs(0) + (block % STEPS * 16 + (index / 2 & 14u | index & 1u));
@@ -280,7 +266,7 @@ struct BytePages {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 whole[row][u] = score[row][u] + size;
-                over |= whole[row][u] > maximum[row] + 1.f;
+                over |= whole[row][u] - maximum[row] > 1.f;  // the difference, as it is used below: a sum might be rounded up
             }
         }
         if (__any_sync(~0u, over)) raise(whole);
@@ -292,8 +278,8 @@ struct BytePages {
                 sum[row] += p;
                 zeros[row] = fmaf(p, zero[u], zeros[row]);
                 const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * PROBABILITY));
-                // Columns 4 (row % 2) + byte; the token's place among those of lane c of an operand is that of a code.
-                unsigned char* to = mine() + B::PROBABILITIES + ((row / 2 * 8 + row % 2 * 4) * 4 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
+                // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code.
+                unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
                 if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p;
@@ -322,12 +308,8 @@ struct BytePages {
     // ---- values ----
 
     __device__ __forceinline__ void add_values() {
-        unsigned b[NT][TILES];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const uint4 x = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[n * 32 + at.lane];
-            b[n][0] = x.x, b[n][1] = x.y, b[n][2] = x.z, b[n][3] = x.w;
-        }
+        const uint4 p = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[at.lane];
+        const unsigned b[TILES] = {p.x, p.y, p.z, p.w};
 #pragma unroll
         for (int tile = 0; tile < TILES; tile += 2) {
             ValueWords first, second;
@@ -337,8 +319,7 @@ struct BytePages {
                 constexpr int S = decltype(step)::value;
                 const unsigned a[4] = {value_codes.template row<S, 0>(first.words), value_codes.template row<S, 1>(first.words),
                                        value_codes.template row<S, 0>(second.words), value_codes.template row<S, 1>(second.words)};
-#pragma unroll
-                for (int n = 0; n < NT; ++n) mma_unsigned(sums[S][n], a, b[n][tile], b[n][tile + 1]);
+                mma_unsigned(sums[S], a, b[tile], b[tile + 1]);
             });
         }
     }
@@ -374,18 +355,14 @@ struct BytePages {
     __device__ __forceinline__ void take_sums() {
         const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                float x = static_cast<float>(sums[s][n][0]) * first + static_cast<float>(sums[s][n][1]) * second;
-                float y = static_cast<float>(sums[s][n][2]) * first + static_cast<float>(sums[s][n][3]) * second;
-                x += __shfl_xor_sync(~0u, x, 1);
-                y += __shfl_xor_sync(~0u, y, 1);
-                const int row = 2 * n + at.c / 2;
-                if (at.c % 2 == 0 && row < ROWS) {
-                    float2& to = reinterpret_cast<float2*>(out() + row * D)[8 * s + at.r];
-                    to = make_float2(fmaf(x, V::UNIT / PROBABILITY, to.x), fmaf(y, V::UNIT / PROBABILITY, to.y));
-                }
+        for (int s = 0; s < STEPS; ++s) {
+            float x = static_cast<float>(sums[s][0]) * first + static_cast<float>(sums[s][1]) * second;
+            float y = static_cast<float>(sums[s][2]) * first + static_cast<float>(sums[s][3]) * second;
+            x += __shfl_xor_sync(~0u, x, 1);
+            y += __shfl_xor_sync(~0u, y, 1);
+            if (at.c % 2 == 0 && at.c / 2 < ROWS) {
+                float2& to = reinterpret_cast<float2*>(out() + at.c / 2 * D)[8 * s + at.r];
+                to = make_float2(fmaf(x, V::UNIT / PROBABILITY, to.x), fmaf(y, V::UNIT / PROBABILITY, to.y));
             }
         }
         clear_sums();

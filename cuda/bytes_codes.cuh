@@ -14,7 +14,7 @@ struct ByteTable {
     static constexpr int WORDS = BITS == 4 ? 4 : BITS == 3 ? 2 : 1;
     unsigned bytes[WORDS];
 
-    // values: f32 [2^BITS], each `origin` and a whole number of units: -128 ... 127 of them, with four bits 0 ... 127.
+    // values: f32 [2^BITS], each `origin` and a whole number of units: -127 ... 127 of them, with four bits 0 ... 127.
     __device__ __forceinline__ void load(const float* values, float unit, float origin) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {

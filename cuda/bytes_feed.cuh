@@ -101,9 +101,8 @@ struct ByteFeed {
         __syncwarp();
         if constexpr (K::SPARSE || V::SPARSE) {
             const unsigned char* directory = mine + B::DIRECTORIES + turn;
-            const int none = at.lane < B::BLOCKS ? 0 : -1;
-            if constexpr (K::SPARSE) read(directory, key_list, none);
-            if constexpr (V::SPARSE) read(directory + B::DIRECTORY_BYTES, value_list, none);
+            if constexpr (K::SPARSE) read(directory, key_list);
+            if constexpr (V::SPARSE) read(directory + B::DIRECTORY_BYTES, value_list);
             unsigned sum = key_list.count + (value_list.count << 16);  // both at once: neither reaches 2^16
 #pragma unroll
             for (int far = 1; far < 32; far *= 2) {
@@ -114,8 +113,8 @@ struct ByteFeed {
             value_list.first = (sum >> 16) - value_list.count;
         }
     }
-    __device__ __forceinline__ void read(const unsigned char* directory, PageList& list, int none) const {
-        list.count = none ? 0 : directory[at.lane];
+    __device__ __forceinline__ void read(const unsigned char* directory, PageList& list) const {
+        list.count = at.lane < B::BLOCKS ? directory[at.lane] : 0;
         list.start = *reinterpret_cast<const unsigned*>(directory + B::STARTS);
         list.end = *reinterpret_cast<const unsigned*>(directory + B::ENDS);
     }

@@ -30,7 +30,7 @@ struct ListPlace {
     static __device__ __forceinline__ unsigned index_pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
 };
 
-// C: as in layout.cuh. AT: where the block's part begins; the warps' parts are in the ring's place.
+// C: as in layout.cuh.
 template <typename C>
 struct ByteLayout {
     using K = typename C::Key;
@@ -39,9 +39,8 @@ struct ByteLayout {
     static constexpr int FAST = 2;                   // steps of channels whose keys are turned: the fastest pairs
     static constexpr int SLOW = (STEPS - FAST) / 2;  // products over 32 channels that functions of the token turn
     static constexpr int FUNCTIONS = 8;
-    static constexpr int NT = (ROWS + 1) / 2;        // blocks of columns: two rows each
     static constexpr int BLOCKS = TILES * STEPS;     // of 256 numbers, of a page
-    static_assert((STEPS - FAST) % 2 == 0 && BLOCKS <= 32, "whole products, and a block a lane");
+    static_assert((STEPS - FAST) % 2 == 0 && BLOCKS <= 32 && ROWS <= 2, "whole products, a block a lane, and columns for the bytes of all rows");
 
     // Of the block, bytes from its start.
     static constexpr int WEIGHTS = 0;                                    // f32 [TILES][32][4]: functions of a lane's tokens
@@ -49,8 +48,8 @@ struct ByteLayout {
     static constexpr int ZEROS = COEFFICIENTS + SLOW * 1024;             // the same for zero points
     static constexpr int ZERO_KEYS = ZEROS + SLOW * 1024;                // f16 first operands [FAST]
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
-    static constexpr int STEPS_ON = TURNS + 2 * FAST * 512;              // f32 [4 or 2][32] pairs (cos, sin), see ByteQuery
-    static constexpr int ANGLES = STEPS_ON + (PAIRS / 32 + 2) * 256;     //              // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
+    static constexpr int STEPS_ON = TURNS + 2 * FAST * 512;              // f32 [PAIRS / 32 + 2][32] pairs (cos, sin), see ByteQuery
+    static constexpr int ANGLES = STEPS_ON + (PAIRS / 32 + 2) * 256;     // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
     static constexpr int BLOCK_BYTES = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
 
     // Of a warp: a page of one head,
@@ -65,9 +64,9 @@ struct ByteLayout {
     static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? ListPlace::BYTES : 0);  // [2][keys, values]
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
     static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
-    static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [NT][32][8]
-    static constexpr int PROBABILITIES = FAST_OPERAND + NT * 512;                                              // u8 [NT][8][4][TILES][4]
-    static constexpr int OUT = PROBABILITIES + NT * 512;                                                       // f32 [ROWS][STEPS][r, upper]
+    static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [32][8]
+    static constexpr int PROBABILITIES = FAST_OPERAND + 512;                                                   // u8 [8][4][TILES][4]
+    static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
     static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e]
     static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]
     static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);                               // s32 [ROWS][STEPS][r, upper]

@@ -29,6 +29,7 @@ struct ByteQuery {
 
     // Tables of the block, once: all threads, a barrier follows.
     static __device__ __forceinline__ void prepare(const Place<C>& at, unsigned char* block) {
+        static_assert(L::WARPS >= MINE + 2, "a warp for each of the turns");
         const float* weights = at.params.functions;
         const float2* angles = reinterpret_cast<const float2*>(weights + B::T * B::FUNCTIONS + B::FUNCTIONS * PAIRS);  // cos, sin [T][PAIRS]
         float2* turns = reinterpret_cast<float2*>(block + B::STEPS_ON) + at.lane;
@@ -81,7 +82,7 @@ struct ByteQuery {
             for (int row = 0; row < ROWS; ++row) {
                 const float x = at.floats(L::QUERY)[row * D + pair] * at.params.rope_scaling, y = at.floats(L::QUERY)[row * D + pair + PAIRS] * at.params.rope_scaling;
                 turned[row][k] = make_float2(x * angle[k].x + y * angle[k].y, y * angle[k].x - x * angle[k].y);
-                bound[row] = fmaxf(bound[row], sqrtf(x * x + y * y) * widest);
+                if (k > 0 || at.lane >= 8 * B::FAST) bound[row] = fmaxf(bound[row], sqrtf(x * x + y * y) * widest);  // the fastest pairs stay halves
             }
         }
 #pragma unroll
@@ -93,7 +94,6 @@ struct ByteQuery {
             for (int k = 0; k < MINE; ++k) turned[row][k].x /= size[row], turned[row][k].y /= size[row];
         }
         reinterpret_cast<uint4*>(mine + B::FAST_OPERAND)[at.lane] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no row
-        if constexpr (B::NT > 1) reinterpret_cast<uint4*>(mine + B::FAST_OPERAND)[at.lane + 32] = make_uint4(0u, 0u, 0u, 0u);
         __syncwarp();
     }
 
@@ -114,8 +114,8 @@ struct ByteQuery {
             const float x = __shfl_sync(~0u, turned[row][0].x, pair) * size[row], y = __shfl_sync(~0u, turned[row][0].y, pair) * size[row];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int column = at.lane / 16 * 2 + j + row % 2 * 4;
-                __half* to = fast + (row / 2 * 32 + column * 4 + pair % 8 / 2) * 8 + pair / 8 * 4 + pair % 2;
+                const int column = at.lane / 16 * 2 + j + row * 4;
+                __half* to = fast + (column * 4 + pair % 8 / 2) * 8 + pair / 8 * 4 + pair % 2;
                 to[0] = to_half(x * tile[j].x + y * tile[j].y);
                 to[2] = to_half(y * tile[j].x - x * tile[j].y);
             }

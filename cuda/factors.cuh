@@ -1,7 +1,12 @@
 // Low-rank factors as operands of one matrix instruction: columns beyond the rank are zero.
+//
+// A tile is left times right transposed. Where nothing is done to its numbers before the product that they are for, the product goes
+// through the rank instead: query times right, once a segment, and then times left; probabilities times left, and at the segment's
+// end times right. So a tile costs one instruction more, and no number is rounded. Keys that are turned by RoPE need the numbers themselves.
 #pragma once
 
-#include "layout.cuh"
+#include "query.cuh"
+#include "softmax.cuh"
 
 namespace signpost {
 
@@ -14,26 +19,150 @@ __device__ __forceinline__ unsigned factor_pair(const __half* factors, int row, 
     return as_bits(__halves2half2(low, high));
 }
 
-// Right factors of the segment at hand. Keys: second operands (column r of eight channels); values: first operands
-// (channels 16 s + r and + 8). S: the side's constants.
-template <typename C, typename S, bool VALUES>
-struct RightFactors {
+// A segment's right factors of the head at hand, f16 [D][RANK]. S: the side's constants.
+template <typename S, typename C>
+__device__ __forceinline__ const __half* right_factors(const Place<C>& at, const SideParams& side, int segment) {
+    return reinterpret_cast<const __half*>(side.segments + (static_cast<long long>(segment) * at.params.h_kv + at.head) * S::SEGMENT_BYTES + S::RIGHT);
+}
+
+// The page's segment number, in a stage.
+__device__ __forceinline__ int segment_of(const unsigned char* field) { return *reinterpret_cast<const int*>(field); }
+
+// Keys that RoPE turns: right factors of the segment at hand as second operands, column r of eight channels.
+template <typename C>
+struct AddedFactors {
+    using K = typename C::Key;
     static constexpr int D = C::D, SHARE = Layout<C>::SHARE;
-    unsigned right[S::RANK ? SHARE : 1][2];
+    unsigned right[K::RANK ? SHARE : 1][2];
     int segment;
 
     __device__ __forceinline__ void reset() { segment = -1; }
 
-    // field: the page's segment number, in a stage.
-    __device__ __forceinline__ void load(const Place<C>& at, const SideParams& side, const unsigned char* field) {
-        const int wanted = *reinterpret_cast<const int*>(field);
+    __device__ __forceinline__ void open(const Place<C>& at, const Query<C>&, const unsigned*, const unsigned char* field) {
+        const int wanted = segment_of(field);
         if (wanted == segment) return;
         segment = wanted;
-        const __half* factors = reinterpret_cast<const __half*>(side.segments + (static_cast<long long>(wanted) * at.params.h_kv + at.head) * S::SEGMENT_BYTES + S::RIGHT);
+        const __half* factors = right_factors<K>(at, at.params.key, wanted);
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) right[s][half] = factor_pair<S::RANK>(factors, VALUES ? 16 * at.step(s) + 8 * half + at.r : half * (D / 2) + 8 * at.step(s) + at.r, at.c);
+            for (int half = 0; half < 2; ++half) right[s][half] = factor_pair<K::RANK>(factors, half * (D / 2) + 8 * at.step(s) + at.r, at.c);
+        }
+    }
+
+    // a = step S of the warp's keys, plus left times right.
+    template <int S>
+    __device__ __forceinline__ void add(const unsigned (&left)[2], unsigned (&a)[4]) const {
+        mma_half(a[0], a[1], left[0], left[1], right[S][0]);
+        mma_half(a[2], a[3], left[0], left[1], right[S][1]);
+    }
+    template <int NT>
+    __device__ __forceinline__ void add_scores(const unsigned (&)[2], float (&)[NT][4]) const {}
+};
+
+// Other keys: the query times the right factors of the segment at hand, as second operands.
+template <typename C>
+struct ProjectedFactors {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    static constexpr int D = L::D, NT = L::NT;
+    unsigned projected[NT];
+    int segment;
+
+    __device__ __forceinline__ void reset() { segment = -1; }
+
+    __device__ __forceinline__ void open(const Place<C>& at, const Query<C>& query, const unsigned* operand, const unsigned char* field) {
+        const int wanted = segment_of(field);
+        if (wanted == segment) return;
+        segment = wanted;
+        const __half* factors = right_factors<K>(at, at.params.key, wanted);
+        auto column = [&](int channel) {  // r of two channels
+            const __half low = at.r < K::RANK ? factors[channel * K::RANK + at.r] : __half(0.f), high = at.r < K::RANK ? factors[(channel + 1) * K::RANK + at.r] : __half(0.f);
+            return as_bits(__halves2half2(low, high));
+        };
+        float sum[NT][4];
+        fill<L>(sum, 0.f);
+#pragma unroll
+        for (int s = 0; s < L::SHARE; ++s) {
+            const int channel = 8 * at.step(s) + 2 * at.c;
+            const unsigned a[4] = {column(channel), 0u, column(D / 2 + channel), 0u};
+            query.multiply_paged(a, operand, s, sum);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) projected[n] = transpose8(pack(sum[n][0], sum[n][1]));
+    }
+
+    template <int S>
+    __device__ __forceinline__ void add(const unsigned (&)[2], unsigned (&)[4]) const {}
+
+    // score += left times right times the query.
+    __device__ __forceinline__ void add_scores(const unsigned (&left)[2], float (&score)[NT][4]) const {
+        const unsigned a[4] = {left[0], left[1], 0u, 0u};
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma(score[n], a, projected[n], 0u);
+    }
+};
+
+template <bool TURNED, typename C>
+struct KeyFactors : ProjectedFactors<C> {};
+template <typename C>
+struct KeyFactors<true, C> : AddedFactors<C> {};
+
+// Values: probabilities times the left factors, summed up in `softmax.low` over the pages of a segment.
+template <typename C>
+struct ValueFactors {
+    using L = Layout<C>;
+    using V = typename C::Value;
+    static constexpr int NT = L::NT;
+    int segment;
+
+    __device__ __forceinline__ void reset() { segment = -1; }
+
+    // left: f16 [16][RANK] of a tile; b: its probabilities as second operands.
+    __device__ __forceinline__ void add(const Place<C>& at, Softmax<C>& softmax, const unsigned char* field, const __half* left, const unsigned (&b)[NT][2]) {
+        const int wanted = segment_of(field);
+        if (wanted != segment) {
+            finish(at, softmax);
+            segment = wanted;
+        }
+        auto row = [&](int token) {  // r of two tokens
+            const __half low = at.r < V::RANK ? left[token * V::RANK + at.r] : __half(0.f), high = at.r < V::RANK ? left[(token + 1) * V::RANK + at.r] : __half(0.f);
+            return as_bits(__halves2half2(low, high));
+        };
+        const unsigned a[4] = {row(2 * at.c), 0u, row(2 * at.c + 8), 0u};
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma(softmax.low[n], a, b[n][0], b[n][1]);
+    }
+
+    // The sums times the segment's right factors to the output; they begin again. As halves relative to the largest: they may exceed
+    // what a half holds.
+    __device__ __forceinline__ void finish(const Place<C>& at, Softmax<C>& softmax) const {
+        if (segment < 0) return;
+        const __half* factors = right_factors<V>(at, at.params.value, segment);
+        float most = 0.f;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) most = fmaxf(most, fmaxf(fabsf(softmax.low[n][0]), fabsf(softmax.low[n][1])));
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+        if (most == 0.f) return;
+        unsigned b[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            b[n] = transpose8(pack(softmax.low[n][0] / most, softmax.low[n][1] / most));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) softmax.low[n][e] = 0.f;
+        }
+#pragma unroll
+        for (int u = 0; u < L::SHARE; ++u) {
+            const int channel = 16 * at.step(u) + at.r;
+            const unsigned a[4] = {factor_pair<V::RANK>(factors, channel, at.c), factor_pair<V::RANK>(factors, channel + 8, at.c), 0u, 0u};
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float sum[4] = {0.f, 0.f, 0.f, 0.f};
+                mma(sum, a, b[n], 0u);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], most, softmax.out[u][n][e]);
+            }
         }
     }
 };

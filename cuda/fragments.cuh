@@ -32,7 +32,7 @@ struct TablePlace : Table<BITS> {
     static constexpr int AT = AT_, STRIDE = STRIDE_, LOG_STRIDE = STRIDE == 256 ? 8 : STRIDE == 128 ? 7 : 5;
     static_assert(1 << LOG_STRIDE == STRIDE && STRIDE >= T::COPIES_BYTES, "offsets are shifts");
 
-    // values: f32 [2^BITS] in global memory. All threads of the block. What lies between codes of 3 bits does not matter.
+    // values: f32 [2^BITS], not in the table's place. All threads of the block. What lies between codes of 3 bits does not matter.
     static __device__ void fill(unsigned char* shared, const float* values) {
         constexpr int PIECES = T::COPIES_BYTES / 16;
         // From one code of a register to the other, from one register to the next, in codes of an entry (artifacts/order.py).

@@ -19,7 +19,7 @@ struct Keys {
     const Place<C>& at;
     Query<C>& query;
     Turn<K, D, SHARE> rope;
-    RightFactors<C, K, false> factors;
+    KeyFactors<L::ROPE, C> factors;
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
 
@@ -104,7 +104,7 @@ struct Keys {
         const unsigned table = Table::lane_base(at.lane);
         unsigned left[2];
         if constexpr (K::RANK > 0) {
-            factors.load(at, at.params.key, stage + KeyStage::SEGMENT);
+            factors.open(at, query, operand, stage + KeyStage::SEGMENT);
             left[0] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r, at.c);
             left[1] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r + 8, at.c);
         }
@@ -127,11 +127,9 @@ struct Keys {
             } else {
                 a[0] = a[1] = a[2] = a[3] = 0u;
             }
-            if constexpr (K::RANK > 0) {
-                mma_half(a[0], a[1], left[0], left[1], factors.right[S][0]);
-                mma_half(a[2], a[3], left[0], left[1], factors.right[S][1]);
-            }
+            if constexpr (K::RANK > 0) factors.template add<S>(left, a);
         };
+        if constexpr (K::RANK > 0) factors.add_scores(left, odd);
         if constexpr (!L::ROPE || Rope<K, D>::LOCAL) {
             unrolled<SHARE>([&](auto step) {
                 unsigned a[4];

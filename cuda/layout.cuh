@@ -6,6 +6,8 @@
 // columns of a score matrix are then (phase, query row): column n belongs to phase n / PITCH and row n % PITCH. So what is paid
 // once a turn (softmax, transposition, turning the query) is paid for PHASES tiles, and no column of the matrix instruction idles
 // where query rows are few. With more than eight rows there are two column blocks and one phase.
+//
+// Where pages go by bytes (cuda/bytes.cuh) a warp takes whole units, pages of 64 tokens; there are no turns, and phases, places and groups mean nothing.
 #pragma once
 
 #include "bytes_layout.cuh"
@@ -18,7 +20,7 @@
 
 namespace signpost {
 
-// C: Key, Value (sides.cuh), Model, D, ROWS, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
+// C: Key, Value (sides.cuh), Model, D, ROWS, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
 template <typename C>
 struct Layout {
     using K = typename C::Key;
@@ -177,7 +179,7 @@ struct Limits;
 
 template <typename Shape, int W, int U, int P, int N>
 struct Sized : Shape {
-    static constexpr bool BYTES = N == 0;  // turns have no ring
+    static constexpr bool BYTES = N == 0;  // then there is no ring
     static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, TURNS = N;
 };
 
@@ -188,8 +190,8 @@ struct Limits {
     using V = typename Shape::Value;
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
     static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
-    // Warps without spilling much: what turns keys, factors and outputs stay in registers.
-    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && (K::ROPE_DIM || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
+    // Warps without spilling much: what turns keys, and outputs, stay in registers.
+    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && K::ROPE_DIM) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
 };
 
@@ -227,6 +229,8 @@ struct Plan {
         Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>>::Config;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static_assert(SHARED <= SIGNPOST_SHARED, "no choice fits");
+    static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 
 }  // namespace signpost

@@ -15,6 +15,7 @@ struct Softmax {
     // Columns 2c and 2c + 1 of each block of columns.
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels 16 u + r (+ 8) by columns
+    float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
 
@@ -23,6 +24,8 @@ struct Softmax {
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) maximum[n][e] = minus_infinity(), sum[n][e] = 0.f, zeros[n][e] = 0.f;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) low[n][e] = 0.f;
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
@@ -65,6 +68,7 @@ struct Softmax {
                 maximum[n][e] = top;
                 sum[n][e] *= factor[n][e];
                 zeros[n][e] *= factor[n][e];
+                if constexpr (V::RANK > 0) low[n][e] *= factor[n][e];
             }
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {

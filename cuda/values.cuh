@@ -17,7 +17,7 @@ struct Values {
 
     const Place<C>& at;
     Softmax<C>& softmax;
-    RightFactors<C, V, true> factors;
+    ValueFactors<C> factors;
     // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
     unsigned scaled[NT][2], plain[NT][2];
 
@@ -72,22 +72,13 @@ struct Values {
         const unsigned table = Table::lane_base(at.lane);
         const unsigned corrections = V::SPARSE ? shared_address(at.corrections()) + 16 * at.lane : 0;
         (void)corrections, (void)exact;
-        unsigned left[2];
-        if constexpr (V::RANK > 0) {
-            factors.load(at, at.params.value, stage + ValueStage::SEGMENT);
-            left[0] = factor_pair<V::RANK>(reinterpret_cast<const __half*>(stage + ValueStage::LEFT), at.r, at.c);
-            left[1] = factor_pair<V::RANK>(reinterpret_cast<const __half*>(stage + ValueStage::LEFT), at.r + 8, at.c);
-        }
+        if constexpr (V::RANK > 0) factors.add(at, softmax, stage + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stage + ValueStage::LEFT), b);
         unrolled<SHARE>([&](auto step) {
             constexpr int U = decltype(step)::value;
             unsigned a[4] = {0u, 0u, 0u, 0u};
             if constexpr (V::BITS > 0) {
                 codes.template fragment<U>(table, a);
                 scale<U>(stage, a);
-            }
-            if constexpr (V::RANK > 0) {
-                mma_half(a[0], a[1], factors.right[U][0], factors.right[U][1], left[0]);
-                mma_half(a[2], a[3], factors.right[U][0], factors.right[U][1], left[1]);
             }
             if constexpr (V::SPARSE && L::VALUE_FOLDED) {
                 unsigned x[4];

@@ -6,6 +6,8 @@ cosines and four odd ones for the sines, the best in the least-squares sense (si
 `FAST_PAIRS` pairs are left out. `python -m benchmarks.rope_columns` says how many functions what precision takes.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,16 @@ def decompose(inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_smooth(inv_freq: Tensor) -> bool:
     """Whether the functions are exact to `WORST` for frequencies inv_freq [pairs]."""
-    if inv_freq.numel() <= FAST_PAIRS:
+    return _is_smooth(tuple(inv_freq.tolist()))
+
+
+@cache  # layers of a model ask for the same ones
+def _is_smooth(frequencies: tuple[float, ...]) -> bool:
+    if len(frequencies) <= FAST_PAIRS:
         return False
+    inv_freq = torch.tensor(frequencies, dtype=torch.float64)
     w, g = decompose(inv_freq)
-    angles = torch.outer(_times(), inv_freq.double().cpu()[FAST_PAIRS:])
+    angles = torch.outer(_times(), inv_freq[FAST_PAIRS:])
     even, odd = ((w[:, first::2] @ g[first::2])[:, FAST_PAIRS:] for first in (0, 1))
     return max((even - angles.cos()).abs().max().item(), (odd - angles.sin()).abs().max().item()) <= WORST
 

@@ -127,7 +127,7 @@ struct Shape {{
     static constexpr int D = {d}, ROWS = {rows};
 }};
 using Plan = signpost::Plan<Shape>;
-extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_phases = Plan::PHASES;
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, 1)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
@@ -139,7 +139,7 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     signpost::Merge<Shape>::run(params, shared);
 }}
 """
-    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared", "attend_phases"))
+    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared"))
 
 
 def require_kernels(bundle: Bundle) -> None:

@@ -41,8 +41,9 @@ def test_every_format(case: Case) -> None:
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_architecture(name: str, arch: str) -> None:
-    assert jit.compile_unit(recipe_unit(name), arch)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_architecture(name: str, rows: int, arch: str) -> None:
+    assert jit.compile_unit(recipe_unit(name, rows=rows), arch)
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9, 16])
@@ -76,6 +77,27 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
 def test_a_bundle_compiles_each_unit_once() -> None:
     found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
     assert len(found) == len(set(found)) == 4  # two kinds of layers, two model types
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.5])
+def test_what_is_compiled_ahead_is_what_is_loaded(stretch: float, monkeypatch) -> None:
+    """Also where a codebook leaves [-1, 1], so that pages do not go by bytes."""
+    bundle = random_bundle([kvquant(3)], 8, 8, 128)
+    name = "layers.0.value.signposts"
+    tensors = {key: torch.as_tensor(x) for key, x in bundle.tensors.items()}
+    tensors[name] = tensors[name] / tensors[name].abs().max() * stretch
+    bundle = replace(bundle, tensors={key: x.numpy() for key, x in tensors.items()})
+    monkeypatch.setattr(attention.PagedAttention, "_device", staticmethod(lambda device: torch.device("cpu")))
+    monkeypatch.setattr(attention.PagedAttention, "_blocks", lambda self: 1)
+    loaded = []
+    monkeypatch.setattr(jit, "load", lambda unit, device: loaded.append(unit))
+    (key, value), rope = bundle.geometry.pairs[0], bundle.model.rope
+    tables = [{n: torch.as_tensor(x) for n, x in bundle.side_tensors(0, side).items()} for side in ("key", "value")]
+    rotation = Rotation(rope, tensors["rope.inv_freq"])
+    kernels = attention.PagedAttention(key, value, *tables, rotation, 8, torch.float16, "cpu")
+    kernels.module(1)
+    assert kernels.bytes_ == (stretch == 1.0)
+    assert loaded[0] in units(bundle)
 
 
 @pytest.mark.parametrize(
