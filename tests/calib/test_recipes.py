@@ -152,5 +152,7 @@ def test_pages_that_are_exact_encode_to_themselves(codebook: str, bits: int, d: 
     codec = Codec(PageGeometry.of(fmt, 2, d, "key"), random_tensors(fmt, 2, d, 0))
     fields, once = codec.encode(torch.from_numpy(cache_numbers((2, fmt.t, 2, d), 1)))
     again, twice = codec.encode(once)
-    assert torch.equal(again["codes"], fields["codes"])
+    book = codebook(fmt.dense, d, codec.tables, torch.device("cpu"))
+    if book.unique().numel() == book.numel():  # rounded signposts may coincide: then the lower one's code is taken
+        assert torch.equal(again["codes"], fields["codes"])
     assert torch.equal(twice, once)
