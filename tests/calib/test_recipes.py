@@ -19,6 +19,7 @@ from calib.config import Settings, register
 from runtime import KVCache
 from runtime import cache as runtime_cache
 from runtime.codec import Codec, PagePool
+from runtime.parts import dense
 from tests.attending import expected, filled, step
 from tests.formats import Case, all_pairs, cache_numbers, random_tensors
 
@@ -152,7 +153,7 @@ def test_pages_that_are_exact_encode_to_themselves(codebook: str, bits: int, d: 
     codec = Codec(PageGeometry.of(fmt, 2, d, "key"), random_tensors(fmt, 2, d, 0))
     fields, once = codec.encode(torch.from_numpy(cache_numbers((2, fmt.t, 2, d), 1)))
     again, twice = codec.encode(once)
-    book = codebook(fmt.dense, d, codec.tables, torch.device("cpu"))
+    book = dense.codebook(fmt.dense, d, codec.tables, torch.device("cpu"))
     if book.unique().numel() == book.numel():  # rounded signposts may coincide: then the lower one's code is taken
         assert torch.equal(again["codes"], fields["codes"])
     assert torch.equal(twice, once)
