@@ -22,12 +22,9 @@ def size(shape: str) -> tuple[str, int, int]:
 
 
 def rows_of(files: list[Path]) -> list[dict[str, Any]]:
-    """All rows by model, batch and tokens, each with its run's copy bandwidth; a later file's row takes the place of an
-    earlier one's of the same shape and format."""
-    found = {}
-    for file in files:
-        run = json.loads(file.read_text())
-        found |= {(row["shape"], row["format"]): row | {"copy_tb_s": run["copy_tb_s"]} for row in run["rows"]}
+    """All rows by model, batch and tokens; a later file's row takes the place of an earlier one's of the same shape and
+    format."""
+    found = {(row["shape"], row["format"]): row for file in files for row in json.loads(file.read_text())["rows"]}
     return sorted(found.values(), key=lambda row: size(row["shape"]))
 
 

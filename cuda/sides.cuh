@@ -10,7 +10,7 @@
 //   SKETCH          sign bits per token and head, 0: none. SIGNS (u32 [T][SKETCH / 32]), NORMS (f16 [T]) in the head's page;
 //                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c
 //   UNIT, ORIGIN    numbers of the codebook are ORIGIN and a whole number of UNITs, one byte; UNIT 0: they are not, or the model's
-//                   RoPE does not let pages go by bytes (runtime/units.py: by_bytes)
+//                   RoPE does not let pages go by bytes (runtime/units.py: fits_bytes)
 //   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
 //   CENTER, ROTATE  1 where pages hold (x - mean) P
 //   SINKS, RECENT   of the window

@@ -17,7 +17,7 @@ from artifacts import PageGeometry
 from runtime import jit, smooth
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, attend_unit, by_bytes, lacking_parts
+from runtime.units import MOST_ROWS, attend_unit, fits_bytes, lacking_parts
 
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -102,8 +102,8 @@ class PagedAttention:
         ] * rotation.inv_freq.to(self.device, torch.float64)
         self._rope = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
         self._inv_freq = rotation.inv_freq.to(self.device)
-        self.bytes_ = by_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
-        self._functions = smooth.functions(rotation.inv_freq).to(self.device) if self.bytes_ else None
+        self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
+        self._functions = smooth.functions(rotation.inv_freq).to(self.device) if self.by_bytes else None
         self._partials: dict[tuple[int, int, int], Tensor] = {}
 
     @staticmethod
@@ -128,7 +128,7 @@ class PagedAttention:
     def module(self, rows: int) -> jit.Module:
         """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
         dtype = _NAMES[self.dtype]
-        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.bytes_)
+        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.by_bytes)
         return jit.load(unit, self.device)
 
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":

@@ -34,7 +34,7 @@ def scale_kind(geometry: PageGeometry) -> str:
     return "TOKEN"
 
 
-def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, bytes_: bool = False) -> str:
+def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: bool = False) -> str:
     """C++ struct of one side's constants, as `cuda/sides.cuh` describes them. rope: of keys stored before RoPE."""
     fmt, shape = geometry.format, geometry.shape
     dense, sparse, sketch = fmt.dense, fmt.sparse, fmt.sketch
@@ -82,7 +82,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, bytes_: bo
         "ROPE_DIM": rope.dim if rope and rotated else 0,
         "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
     }
-    unit, origin = byte_grid(dense) if bytes_ else (0.0, 0.0)
+    unit, origin = byte_grid(dense) if by_bytes else (0.0, 0.0)
     lines = [f"    static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines.append(f"    static constexpr signpost::Scales SCALES = signpost::Scales::{scale_kind(geometry)};")
     lines.append(f"    static constexpr float UNIT = {unit!r}f, ORIGIN = {origin!r}f;")
@@ -103,23 +103,23 @@ def byte_grid(part: Dense | None) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def by_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
+def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
     """Whether pages may go by bytes (cuda/bytes.cuh), if their formats allow it: a few functions of the token turn the
     model's keys, and no number of a codebook exceeds 1, which those of random bundles may."""
     return is_smooth(inv_freq) and all(bool((book.abs() <= 1).all()) for book in codebooks)
 
 
-def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, bytes_: bool) -> Unit:
+def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool) -> Unit:
     """Attention over pages of one layer's keys and values, and the merge of its partial results.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
-    bytes_: what `by_bytes` says.
+    by_bytes: what `fits_bytes` says.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
 #include "merge.cuh"
-{side_struct("Key", key, rope, bytes_)}
-{side_struct("Value", value, None, bytes_)}
+{side_struct("Key", key, rope, by_bytes)}
+{side_struct("Value", value, None, by_bytes)}
 struct Shape {{
     using Key = ::Key;
     using Value = ::Value;
@@ -184,7 +184,7 @@ def units(bundle: Bundle) -> list[Unit]:
     rows = min(MOST_ROWS, model.h_q // model.h_kv)
     found: dict[Unit, None] = {}
     for layer, (key, value) in enumerate(bundle.geometry.pairs):
-        bytes_ = by_bytes(inv_freq, _codebooks(bundle, layer))
+        by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
         for dtype in ("__half", "__nv_bfloat16"):
-            found[attend_unit(key, value, model.rope, dtype, rows, bytes_)] = None
+            found[attend_unit(key, value, model.rope, dtype, rows, by_bytes)] = None
     return list(found)

@@ -94,10 +94,15 @@ inline double half_number(uint64_t bits, int which) {
     return static_cast<double>(y);
 }
 
-inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+// All lanes' operands: a[0] and a[1], a[2] and a[3], both of b.
+inline void gather(uint64_t (&all)[3][32], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const uint64_t mine[3] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32, b0 | static_cast<uint64_t>(b1) << 32};
-    uint64_t all[3][32];
     for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+}
+
+inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    uint64_t all[3][32];
+    gather(all, a, b0, b1);
     const int lane = emulator::current->thread % 32;
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
@@ -109,12 +114,11 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
     }
 }
 
-// Bytes of a times bytes of b, both as numbers by `first` and `second`.
+// Bytes of a, which are First, times bytes of b, which are Second.
 template <typename First, typename Second>
 void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const uint64_t mine[3] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32, b0 | static_cast<uint64_t>(b1) << 32};
     uint64_t all[3][32];
-    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    gather(all, a, b0, b1);
     const int lane = emulator::current->thread % 32;
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;

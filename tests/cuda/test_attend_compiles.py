@@ -96,7 +96,7 @@ def test_what_is_compiled_ahead_is_what_is_loaded(stretch: float, monkeypatch) -
     rotation = Rotation(rope, tensors["rope.inv_freq"])
     kernels = attention.PagedAttention(key, value, *tables, rotation, 8, torch.float16, "cpu")
     kernels.module(1)
-    assert kernels.bytes_ == (stretch == 1.0)
+    assert kernels.by_bytes == (stretch == 1.0)
     assert loaded[0] in units(bundle)
 
 

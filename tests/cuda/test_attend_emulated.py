@@ -104,7 +104,7 @@ class Emulated(PagedAttention):
 
     def module(self, rows: int) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS), self.bytes_
+            self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
         )
         return Module(build(unit.source))
 

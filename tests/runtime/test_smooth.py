@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from artifacts import Dense
+from runtime.parts.dense import codebook
 from runtime.smooth import FAST_PAIRS, FUNCTIONS, TOKENS, WORST, decompose, functions, is_smooth
-from runtime.units import by_bytes, byte_grid
+from runtime.units import byte_grid, fits_bytes
 
 
 def frequencies(dim: int, base: float = 10000.0) -> torch.Tensor:
@@ -45,8 +46,6 @@ def test_what_kernels_read():
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["uniform", "nuq"])
 def test_codebooks_are_whole_numbers_of_units(bits, name):
-    from runtime.parts.dense import codebook
-
     part = Dense(bits, "token", codebook=name)
     drawn = torch.rand(1 << bits, generator=torch.Generator().manual_seed(bits)).mul(2).sub(1).sort().values
     values = codebook(part, 128, {"signposts": drawn}, torch.device("cpu")).double()
@@ -66,6 +65,6 @@ def test_other_codebooks_are_not(part):
 
 def test_numbers_beyond_one_do_not_fit_bytes():
     inside, outside = torch.tensor([-1.0, 0.5, 1.0]), torch.tensor([-1.1, 0.5])
-    assert by_bytes(frequencies(128), [inside])
-    assert not by_bytes(frequencies(128), [inside, outside])
-    assert not by_bytes(torch.linspace(1.0, 0.1, 64), [inside])
+    assert fits_bytes(frequencies(128), [inside])
+    assert not fits_bytes(frequencies(128), [inside, outside])
+    assert not fits_bytes(torch.linspace(1.0, 0.1, 64), [inside])

@@ -1,0 +1,21 @@
+"""One step of a few formats over short sequences: small enough for compute-sanitizer.
+
+compute-sanitizer --tool racecheck python -m tests.gpu.small_scenes
+"""
+
+import torch
+
+from tests.formats import kivi, kvquant
+from tests.gpu.paged import Scene
+from tests.gpu.test_attention import with_formats
+
+
+def main() -> None:
+    """Pages by bytes with one and two query rows a kv head, and the other kernel with one and four."""
+    for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2)):
+        scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
+        assert torch.isfinite(scene.run(scene.query())).all()
+
+
+if __name__ == "__main__":
+    main()
