@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {  # page: modules, in the order of reading
     "artifacts": [
         "bundle", "loading", "checks", "diff", "hub", "format", "parts/dense", "parts/sparse", "parts/lowrank",
-        "parts/sketch", "parts/center", "parts/rotate", "parts/window", "geometry", "order", "codes", "codebooks",
-        "model", "errors",
+        "parts/banded", "parts/sketch", "parts/center", "parts/rotate", "parts/window", "fields", "geometry",
+        "order", "codes", "codebooks", "model", "errors",
     ],
-    "runtime": ["hf", "cache", "codec", "attention", "pack", "jit"],
+    "runtime": ["hf", "cache", "engine", "sampling", "codec", "pages", "attention", "pack", "jit"],
     "calib": ["pipeline", "config", "choices", "collect", "tap", "evaluate", "data", "signposts", "report/observe"],
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from artifacts.reader import FolderReader
 TIMEOUT = 300.0  # seconds for all of a push or pull
 SIZE_LIMIT = 1 << 30  # bytes of tensors that are fetched; hundreds of times those of any model so far
 _SLOW = "the hub did not answer within {:g} s: try again, or raise --timeout"
+_WHERE = "check the network, HF_ENDPOINT and --endpoint"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -133,10 +134,15 @@ def _session(timeout: float) -> Iterator[Any]:
         raise
     except http.TimeoutException as error:
         raise HubError(_SLOW.format(timeout)) from error
+    except http.ConnectError as error:
+        url = error.request.url
+        raise HubError(
+            f"no hub answers at {url.scheme}://{url.netloc.decode()} ({_one_line(error)}): {_WHERE}"
+        ) from error
     except (http.HTTPError, http.InvalidURL, ConnectionError) as error:
-        raise HubError(f"the hub: {_first_line(error)}") from error
+        raise HubError(f"the hub: {_one_line(error)}") from error
     except (ValueError, KeyError, TypeError) as error:  # a name that is none, or an answer that no hub gives
-        raise HubError(f"the hub: {type(error).__name__}: {_first_line(error)}") from error
+        raise HubError(f"the hub: {type(error).__name__}: {_one_line(error)}") from error
     finally:
         constants.HF_HUB_DISABLE_XET = without_xet
         # What the library does by itself.
@@ -155,5 +161,6 @@ def _clamp(deadline: float, timeout: float) -> Callable[[Any], None]:
     return hook
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:500]
+def _one_line(error: BaseException) -> str:
+    """The library says over several lines what is missing and what to do; the hub's own words are among them."""
+    return " ".join(str(error).split())[:500]

@@ -6,7 +6,8 @@
 Runs what `python -m calib method=kvquant bits=3 eval=none` runs once the model is loaded: checksums of the weights,
 both passes, merging and fits of all layers, stages on disk, the bundle. Text is random tokens, as weights are random.
 The first run is a rehearsal on one sample a rank (kernels are compiled and loaded); it is reported as such.
-Memory is the most that torch held at once besides the weights, and the host's peak resident set of the process.
+Memory is the most that torch held at once besides the weights, of every stage, and the host's peak resident set of the
+process so far. Files are those written besides the bundle, and what a save of a running pass would write for a layer.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from calib import passes
+from calib import passes, store
 from calib.__main__ import CONF
 from calib.config import Settings, register
 from calib.data import Tokens
@@ -87,76 +88,91 @@ def random_model(shape: str, placed: Place) -> PreTrainedModel:
 
 
 class Clock:
-    """Seconds of each stage, with the device idle at both ends."""
+    """Seconds of each stage, with the device idle at both ends, and the most bytes that each GPU held in it."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.seconds = device, dict[str, float]()
+    def __init__(self, device: torch.device, gpus: Sequence[torch.device]):
+        self.device, self.gpus = device, gpus
+        self.seconds, self.bytes = dict[str, float](), dict[str, list[int]]()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._wait()
+        for gpu in self.gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
         start = time.perf_counter()
         yield
         self._wait()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self.gpus]
+        self.bytes[name] = list(map(max, peaks, self.bytes.get(name, peaks)))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def timed(clock: Clock) -> Callable[[], None]:
-    """Makes the stages of a pass tell the clock how long they take; the result undoes it."""
-    real = {name: getattr(passes, name) for name in ("_observe", "_merged", "_fit")}
+@contextmanager
+def watched(clock: Clock, files: list[int]) -> Iterator[None]:
+    """Makes the stages of a pass tell the clock how long they take, and lists the bytes of every file of statistics."""
     titles = {"_observe": "collect", "_merged": "merge", "_fit": "fit"}
+    real, write = {name: getattr(passes, name) for name in titles}, store._write_file
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def timed(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            title = f"{titles[name]}, {args[3]}" if name == "_observe" else titles[name]
-            with clock.stage(title):
-                return real[name](*args)
+            with clock.stage(f"{titles[name]}, {args[3]}" if name == "_observe" else titles[name]):
+                result = real[name](*args)
+            if name == "_observe":
+                files.append(max(sum(x.nbytes for x in passes._joined(sides).values()) for sides in args[2]))
+            return result
 
         return call
 
-    for name in real:
-        setattr(passes, name, wrap(name))
-    return lambda: [setattr(passes, name, function) for name, function in real.items()] and None
+    def counted(path: Path, data: bytes) -> None:
+        files.append(len(data))
+        write(path, data)
+
+    try:
+        for name in real:
+            setattr(passes, name, timed(name))
+        store._write_file = counted
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(passes, name, function)
+        store._write_file = write
 
 
 def one_run(model: PreTrainedModel, settings: Settings, samples: int, ranks: Ranks, out: Path | None) -> dict[str, Any]:
     """Seconds by stage and peak memory of one calibration."""
-    clock, seqlen = Clock(model.device), settings.config.seqlen
     generator = torch.Generator().manual_seed(samples)
-    ids = torch.randint(0, model.config.vocab_size, (samples, seqlen), generator=generator)
+    ids = torch.randint(0, model.config.vocab_size, (samples, settings.config.seqlen), generator=generator)
     gpus = sorted({weight.device for weight in model.parameters() if weight.is_cuda}, key=str)
-    weights = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
-    for gpu in gpus:
-        torch.cuda.reset_peak_memory_stats(gpu)
-    undo = timed(clock)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            start = time.perf_counter()
-            with clock.stage("checksum of the weights"):
-                work = passes.Work(ranks, Store(Path(folder) / "work"), of_model(model), settings.config.checkpoint)
-            bundle = calibrate(model, settings, Tokens(ids, "random"), None, work)
-            if ranks.first:
-                with clock.stage("save"):
-                    bundle.save(out or Path(folder) / "bundle")
-            total = time.perf_counter() - start
-            files = [path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()]
-    finally:
-        undo()
-    found = {
+    weights = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+    clock, files = Clock(model.device, gpus), list[int]()
+    with watched(clock, files), tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with clock.stage("checksum of the weights"):
+            work = passes.Work(ranks, Store(Path(folder) / "work"), of_model(model), settings.config.checkpoint)
+        bundle = calibrate(model, settings, Tokens(ids, "random"), None, work)
+        if ranks.first:
+            with clock.stage("save"):
+                bundle.save(out or Path(folder) / "bundle")
+        total = time.perf_counter() - start
+    collecting = sum(seconds for name, seconds in clock.seconds.items() if name.startswith(("collect", "merge")))
+    found: dict[str, Any] = {
         "samples": samples,
         "total_s": round(total, 2),
+        "collecting_s": round(collecting, 2),
+        "collecting_s_a_sample": round(collecting / samples, 4),
         "stages_s": {name: round(seconds, 2) for name, seconds in clock.seconds.items()},
-        "largest_file_MB": round(max(files, default=0) / 1e6, 1),
+        "largest_file_MB": round(max(files) / 1e6, 1),
         "host_peak_GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }
     if gpus:
-        above = [torch.cuda.max_memory_allocated(gpu) - weights[gpu] for gpu in gpus]
-        found["weights_GB"] = [round(size / 1e9, 2) for size in weights.values()]
-        found["peak_above_weights_GB"] = [round(size / 1e9, 2) for size in above]
+        above = {name: [x - w for x, w in zip(peaks, weights, strict=True)] for name, peaks in clock.bytes.items()}
+        found["weights_GB"] = [round(size / 1e9, 2) for size in weights]
+        found["peak_above_weights_GB"] = [round(max(of_gpu) / 1e9, 2) for of_gpu in zip(*above.values(), strict=True)]
+        found["stages_above_weights_GB"] = {name: [round(x / 1e9, 2) for x in peaks] for name, peaks in above.items()}
     return found
 
 

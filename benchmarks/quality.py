@@ -23,11 +23,12 @@ import transformers
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.progress import Progress
+from transformers import PreTrainedModel
 
 from artifacts import Bundle
 from calib.__main__ import CONF
 from calib.config import Settings, TextConfig, register
-from calib.data import calibration_tokens, evaluation_tokens
+from calib.data import Tokens, calibration_tokens, evaluation_tokens
 from calib.evaluate import evaluate
 from calib.pipeline import calibrate
 from calib.recall import Prompts, prompts, score, trials
@@ -108,7 +109,7 @@ class _Bench:
         with Progress(console=Console(quiet=True)) as progress:
             bundle = calibrate(self.model, settings, self.calibration, progress)
         row = {"recipe": settings.config.method.name, **row, "recall": self.recall(bundle, row)}
-        return row if "loss" in row else row | self.loss(bundle)
+        return row if "loss" in row else row | measured(self.model, bundle, self.text)
 
     def recall(self, bundle: Bundle | None, row: dict[str, Any]) -> dict[str, Any]:
         """Shares found, by task and length, in the order of the options."""
@@ -118,15 +119,16 @@ class _Bench:
         }
         return found | {name: have[name] for name in have if name not in found}
 
-    def loss(self, bundle: Bundle) -> dict[str, Any]:
-        """Loss, divergence and bits."""
-        plain = evaluate(self.model, bundle, self.text, window=False)
-        return {
-            **evaluate(self.model, bundle, self.text),
-            "bits_long": bundle.geometry.bits(LONG),
-            "bits_page": sum(s.bits for s in bundle.geometry.sides) / max(1, len(bundle.geometry.sides)),
-            "no_window": {k: plain[k] for k in ("loss_increase", "kl_mean", "kl_p999", "top1")},
-        }
+
+def measured(model: PreTrainedModel, bundle: Bundle, text: Tokens) -> dict[str, Any]:
+    """Loss, divergence and bits, as deployed and without a window."""
+    plain = evaluate(model, bundle, text, window=False)
+    return {
+        **evaluate(model, bundle, text),
+        "bits_long": bundle.geometry.bits(LONG),
+        "bits_page": sum(s.bits for s in bundle.geometry.sides) / max(1, len(bundle.geometry.sides)),
+        "no_window": {k: plain[k] for k in ("loss_increase", "kl_mean", "kl_p999", "top1")},
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

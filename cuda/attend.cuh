@@ -2,7 +2,7 @@
 //
 // Dimensions: b sequences, h_kv kv heads, D channels, T tokens per unit of work (a page, or a part of one), ROWS query rows per
 // kv head (query heads times new tokens). The work of a launch is one line of units, for every sequence, kv head and page, and some
-// for the tokens that are exact; every block takes an equal stretch of it. Within a block a team of warps takes tiles of 16
+// for the tokens that are exact; every block takes an equal stretch of it (cuda/line.cuh). Within a block a team of warps takes tiles of 16
 // tokens, always the same place of a unit, several units a turn (cuda/layout.cuh), and keeps its own running maximum, sum and
 // output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
 //
@@ -16,6 +16,7 @@
 #include "exact.cuh"
 #include "key_outliers.cuh"
 #include "keys.cuh"
+#include "line.cuh"
 #include "values.cuh"
 
 namespace signpost {
@@ -27,7 +28,7 @@ struct Attend {
     using V = typename C::Value;
     using KeyStage = typename L::KeyStage;
     using ValueStage = typename L::ValueStage;
-    static constexpr int D = L::D, T = L::T, NT = L::NT, PHASES = L::PHASES, GROUPS = L::GROUPS, SLOTS = L::SLOTS;
+    static constexpr int D = L::D, T = L::T, NT = L::NT, PHASES = L::PHASES, GROUPS = L::GROUPS, HOP = L::HOP, SLOTS = L::SLOTS;
 
     Place<C>& at;
     Query<C>& query;
@@ -45,12 +46,16 @@ struct Attend {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        // Codebooks go through the ring's place: many lanes then wait for one load, not one after the other for each of theirs.
-        float* const books = at.floats(L::RING);
-        for (int i = threadIdx.x; K::BITS && i < 1 << K::BITS; i += L::THREADS) books[i] = at.params.key.values[i];
-        for (int i = threadIdx.x; V::BITS && i < 1 << V::BITS; i += L::THREADS) books[256 + i] = at.params.value.values[i];
-        if constexpr (L::BYTES) byte_pages.prepare();
-        else key_outliers.prepare();
+        if constexpr (L::BYTES) byte_pages.prepare();  // reads nothing that an earlier kernel wrote
+        await_predecessor();
+        // Codebooks go through shared memory: many lanes then wait for one load, not one after the other for each of theirs.
+        float* const books = at.floats(L::BOOKS);
+        for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
+        for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
+        copy_commit();
+        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING + 2048));
+        if constexpr (!L::BYTES) key_outliers.prepare();
+        copy_wait<0>();
         __syncthreads();
         if constexpr (L::BYTES) {
             byte_pages.take_codebooks(books, books + 256);
@@ -61,63 +66,92 @@ struct Attend {
         if constexpr (V::SPARSE && !L::BYTES) {
             for (int i = threadIdx.x; i < L::WARPS * Corrections<L::SHARE>::BYTES / 4; i += L::THREADS) at.words(L::CORRECTIONS)[i] = 0u;
         }
+        if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
-        const long long total = UnitSums<C>(params.lengths, params.b, params.m).before(params.b, at.lane) * params.h_kv;
-        const long long first = total * blockIdx.x / gridDim.x, last = total * (blockIdx.x + 1) / gridDim.x;
+        const long long first = line.begin(blockIdx.x), last = line.begin(blockIdx.x + 1);
         long long base = 0;
         for (int chunk = 0; chunk < params.b && base < last; chunk += 32) {  // of sequences, one a lane
-            const int units = chunk + at.lane < params.b ? L::units(params.lengths[chunk + at.lane] - params.m) : 0;
+            const int units = chunk + at.lane < params.b ? line.packed(chunk + at.lane) : 0;
             for (int i = 0; i < min(32, params.b - chunk) && base < last; ++i) {
                 const int count = __shfl_sync(~0u, units, i);
-                const long long next = base + static_cast<long long>(count) * params.h_kv;
-                if (next > first) heads(chunk + i, count, base, first, last);
+                const long long next = base + static_cast<long long>(count) * line.all_weights + static_cast<long long>(line.rest) * params.h_kv;
+                if (next > first) heads(line, chunk + i, count, base, first, last);
                 base = next;
             }
         }
     }
 
-    // The part of a sequence, whose units begin at `base`, that lies from `first` to before `last`.
-    __device__ __forceinline__ void heads(int b, int count, long long base, long long first, long long last) {
-        const int from = static_cast<int>(max(first - base, 0LL)), to = static_cast<int>(min(last - base, static_cast<long long>(count) * at.params.h_kv));
-        for (int h = from / count; h * count < to; ++h) {
-            at.open(b, h);
-            stretch(max(from - h * count, 0), min(to - h * count, count), count);
+    // The part of a sequence, which begins at `base` of the line, that lies from `first` to before `last`. A unit is theirs who have its beginning.
+    __device__ __forceinline__ void heads(const Line<C>& line, int b, int count, long long base, long long first, long long last) {
+        int h = line.head_at(first - base, count, at.lane);
+        base += static_cast<long long>(count) * line.before_of(h) + static_cast<long long>(line.rest) * h;
+        for (; h < at.params.h_kv && base < last; ++h) {
+            const int weight = line.weight_of(h);
+            const long long next = base + static_cast<long long>(count) * weight + line.rest;
+            auto unit = [&](long long x) { return static_cast<int>(min(max(ceil(static_cast<double>(x - base) / weight), 0.), static_cast<double>(count))); };
+            if (next > first) {
+                at.open(b, h);
+                stretch(unit(first), unit(last), base >= first, next <= last, next >= last);
+            }
+            base = next;
         }
     }
 
-    // Units from ... to - 1 of one head. Whoever has the last one does the exact part, which the last REST stand for.
-    __device__ __forceinline__ void stretch(int from, int to, int count) {
+    // Units from ... to - 1 of one head; begins, last: whether the head's part of the line begins and ends here (who has its end does the exact
+    // part); final: whether it is the block's last one.
+    __device__ __forceinline__ void stretch(int from, int to, bool begins, bool last, bool final) {
         const int pair = at.sequence * at.params.h_kv + at.head;
-        if (from >= count - L::REST && to < count) {  // nothing but what somebody else does
+        if (threadIdx.x == 0) {
+            if (begins) at.params.ranges[2 * pair] = blockIdx.x;
+            if (last) at.params.ranges[2 * pair + 1] = blockIdx.x;
+        }
+        if (from >= to && !last) {  // nothing but what somebody else does
             softmax.reset();
+            if (final) release_successor();
             softmax.store(blockIdx.x + pair);
             return;
         }
-        __syncthreads();  // the last stretch's readers of the query and writers of the output are done
-        keys.load();
-        values.load();
+        keys.fetch();
         query.fetch();
-        __syncthreads();
-        if constexpr (L::BYTES) byte_pages.fold();
-        else keys.fold();
-        query.load();
-        softmax.reset();
-        if constexpr (L::BYTES) byte_pages.run(from, min(to, count - L::REST), softmax);
-        else pages<true, true>(from, min(to, count - L::REST));
-        const bool rest = to == count;
-        if (rest) exact_keys();
-        if constexpr (!L::APART) {
-            if (rest) exact_rest();
+        __syncthreads();  // the last stretch's readers of the query and writers of the output are done
+        if constexpr (L::BYTES) {
+            auto feed = byte_pages.feed(from, to);
+            load();
+            byte_pages.fold();
+            feed.start();
+            query.load();
+            softmax.reset();
+            byte_pages.run(feed, softmax);
+        } else {
+            load();
+            keys.fold();
+            query.load();
+            softmax.reset();
+            pages<true, true>(from, to);
         }
+        if (last) exact_keys();
+        if constexpr (!L::APART) {
+            if (last) exact_rest();
+        }
+        // The merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
+        if (final) release_successor();
         softmax.store(blockIdx.x + pair);
         if constexpr (L::APART) {
-            if (rest) {
+            if (last) {
                 softmax.reset();
                 __syncthreads();  // the result's readers of the ring are done
                 exact_rest();
                 softmax.store(gridDim.x + at.params.b * at.params.h_kv + pair);
             }
         }
+    }
+
+    // What was fetched, to shared memory.
+    __device__ __forceinline__ void load() {
+        keys.load();
+        values.load();
+        query.put();
+        __syncthreads();
     }
 
     // Units of packed values whose keys are exact still. Which side is ahead, window and page size of both say.
@@ -145,11 +179,12 @@ struct Attend {
         constexpr int KB = L::KEY_BATCH, VB = L::VALUE_BATCH, OPEN_KEYS = PHASES > 2 * VB ? PHASES - 2 * VB : 0;
         constexpr int VF = KB;                                                               // values are fed in batches of their own
         constexpr int KN = PHASES / KB, VN = PHASES / VF, COPIES = L::TURNS * (KN + VN);  // batches of a turn; of the ring
-        const int first = from + at.group, count = first < to ? (to - first + GROUPS - 1) / GROUPS : 0;
-        if (count == 0) return;  // the warps of a group leave together
+        const int each = (to - from + GROUPS - 1) / GROUPS, first = from + at.group * (HOP == 1 ? each : 1);
+        const int count = HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS;
+        if (count <= 0) return;  // the warps of a group leave together
         const SideParams &key = at.params.key, &value = at.params.value;
-        Feed<L, K, KeyStage, KB> key_feed(key.heads, key.records, key.table + at.sequence * key.table_stride, at.params.h_kv, {first, to, at.tile, at.part, at.head, at.lane});
-        Feed<L, V, ValueStage, VF> value_feed(value.heads, value.records, value.table + at.sequence * value.table_stride, at.params.h_kv, {first, to, at.tile, at.part, at.head, at.lane});
+        Feed<L, K, KeyStage, KB> key_feed(key.heads, key.records, key.table + at.sequence * key.table_stride, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
+        Feed<L, V, ValueStage, VF> value_feed(value.heads, value.records, value.table + at.sequence * value.table_stride, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
         auto feed_key = [&](unsigned char* stage) {
             if constexpr (KP) key_feed.copy(stage);
             else copy_commit();
@@ -178,7 +213,7 @@ struct Attend {
 #pragma unroll 1
         for (int done = 0, turn = 0; done < count; done += PHASES, ++turn) {
             const int live = min(PHASES, count - done);
-            const int token = K::SINKS + (first + done * GROUPS) * T + at.tile * TILE;
+            const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
             unsigned char* const next = stages + PHASES * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + PHASES * L::STAGE_BYTES;
             if (PHASES > 1 && live < PHASES) arrived<0>();  // the last turn: its groups are not counted
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
@@ -202,7 +237,7 @@ struct Attend {
                 for (int i = 0; i < KB; ++i) {
                     float of_tile[NT][4];
                     if constexpr (KP) keys.scores(stages + tile_at(i, p, live) * L::STAGE_BYTES, turn, of_tile);
-                    else exact.scores(token + tile_at(i, p, live) * GROUPS * T, at.length, of_tile);
+                    else exact.scores(token + tile_at(i, p, live) * HOP * T, at.length, of_tile);
                     choose(of_tile, p + i, live, score);
                 }
                 __syncwarp();
@@ -241,7 +276,7 @@ struct Attend {
                         } else {
                             unsigned b[NT][2];
                             softmax.of_phase(values.scaled, p + i, b);
-                            exact.add_values(token + tile_at(i, p, live) * GROUPS * T, at.length, b);
+                            exact.add_values(token + tile_at(i, p, live) * HOP * T, at.length, b);
                         }
                     }
                 }

@@ -61,8 +61,9 @@ struct BytePages {
         uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + at.lane;
         uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + at.lane;
         FastTurn rope;
+        const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
         rope.load(
-            at.params.rope, 0, 0, at.r, at.c, [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
+            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c, [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
             [&](int s, const uint4& x) { zero_keys[s * 32] = x; });
 #pragma unroll
         for (int s = 0; s < B::FAST; ++s) {
@@ -73,16 +74,19 @@ struct BytePages {
 
     // ---- pages ----
 
-    // Pages from ... to - 1, of which a warp takes one out of WARPS. Leaves what they give to `softmax`, which is reset.
-    __device__ __forceinline__ void run(int from, int to, Softmax<C>& softmax) {
-        const int first = from + at.warp, count = first < to ? (to - first + L::WARPS - 1) / L::WARPS : 0;
-        if (count == 0) return;
-        ByteFeed<C> feed(at, mine(), first, count);
-        query.start(first);
+    // Copies of this warp's share of pages from ... to - 1: one out of WARPS, so that all are at the same place of memory.
+    __device__ __forceinline__ ByteFeed<C> feed(int from, int to) const {
+        const int first = from + at.warp;
+        return {at, mine(), first, (to - first + L::WARPS - 1) / L::WARPS};
+    }
+
+    // Goes through the pages of a feed that has been started. Leaves what they give to `softmax`, which is reset.
+    __device__ __forceinline__ void run(ByteFeed<C>& feed, Softmax<C>& softmax) {
+        if (feed.count <= 0) return;
+        query.start(feed.first, tables());
         reset();
-        feed.start();
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < feed.count; ++i) {
             PageList key_list{}, value_list{};
             feed.open_keys(key_list, value_list);
             query.leave(tables());
@@ -94,7 +98,7 @@ struct BytePages {
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
             add_values();
             feed.values_done();
-            const bool last = i + 1 == count;
+            const bool last = i + 1 == feed.count;
             if (V::SPARSE && ((i + 1) % PAGES_OF_VALUES == 0 || last)) take_value_outliers();
             if ((i + 1) % PAGES_OF_SUMS == 0 || last) take_sums();
         }

@@ -45,7 +45,7 @@ struct ByteFeed {
     const int *const key_table, *const value_table;
     const int scale_from;      // the lane's piece of the tokens' scales and zero points, in a page or record
     const int directory_from;  // the lane's piece of a directory, in a record: of keys (lanes below PIECES), or of values (the next PIECES)
-    const int first, count;    // the warp's pages: first, first + WARPS, ...
+    const int first, count;    // the warp's pages: first, first + WARPS, ...; none, if count is not positive
     int taken;                 // pages whose ids were taken
     int2 ids;                  // (keys, values) of 32 pages, one a lane
     int2 now, next, later;     // of the page at hand, and of the next ones; behind the last page: the last one again
@@ -56,7 +56,8 @@ struct ByteFeed {
           values(place.params.value, place.head, place.params.h_kv, place.lane), key_table(place.params.key.table + place.sequence * place.params.key.table_stride),
           value_table(place.params.value.table + place.sequence * place.params.value.table_stride),
           scale_from((place.lane < 8 ? V::SCALE : V::ZERO - 128) + (V::SCALE_IN_RECORD ? 16 * place.lane : -V::CODES)), directory_from(directory_piece(place)),
-          first(first_page), count(pages), taken(0), turn(0) {
+          first(first_page), count(pages), taken(0), ids{}, now{}, next{}, later{}, turn(0) {
+        if (count <= 0) return;
         next = take();
         later = take();
         now = next;
@@ -86,6 +87,7 @@ struct ByteFeed {
 
     // Starts the copies of the first page.
     __device__ __forceinline__ void start() {
+        if (count <= 0) return;
         if constexpr (K::SPARSE || V::SPARSE) {
             copy_wait<0>();
             __syncwarp();
@@ -219,15 +221,15 @@ struct Rounds {
     // staged: the copy of the list, if it is not too long for one.
     template <typename S, typename P, typename A, typename F, typename O>
     __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, P&& part, A&& add, F&& fine, O&& other) {
-        constexpr int MANY = 3;
         const int total = list.total();
         if (total <= ListPlace::MOST) {
             const unsigned char* index = staged + list.start % 16;
             const __half* correction = reinterpret_cast<const __half*>(staged + 16 * ListPlace::index_pieces(list.start, list.end)) + list.start % 8;
             int base = 0;
 #pragma unroll 1
-            for (; base + 32 < total; base += 32 * MANY) rounds<MANY>(base, index, correction, part, add, fine, other);
-            if (base < total) rounds<1>(base, index, correction, part, add, fine, other);
+            for (; base + 64 < total; base += 96) rounds<3>(base, index, correction, part, add, fine, other);
+            if (base + 32 < total) rounds<2>(base, index, correction, part, add, fine, other);
+            else if (base < total) rounds<1>(base, index, correction, part, add, fine, other);
         } else {
 #pragma unroll 1
             for (int base = 0; base < total; base += 32) {

@@ -22,7 +22,7 @@ struct Bytes {
 
 // The copy of a page's list of outliers. A list of more than MOST is read from the page instead.
 struct ListPlace {
-    static constexpr int MOST = 208;
+    static constexpr int MOST = 192;
     static constexpr int PIECES = (15 + MOST + 15) / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
     static_assert(PIECES <= 64 && 15 + MOST <= 512, "a lane copies two pieces, the second one of corrections");
 
@@ -42,15 +42,21 @@ struct ByteLayout {
     static constexpr int BLOCKS = TILES * STEPS;     // of 256 numbers, of a page
     static_assert((STEPS - FAST) % 2 == 0 && BLOCKS <= 32 && ROWS <= 2, "whole products, a block a lane, and columns for the bytes of all rows");
 
-    // Of the block, bytes from its start.
-    static constexpr int WEIGHTS = 0;                                    // f32 [TILES][32][4]: functions of a lane's tokens
-    static constexpr int COEFFICIENTS = WEIGHTS + TILES * 512;           // f32 [SLOW][2][32][4]: of the turned query, by function
+    // Of the block, bytes from its start. What runtime/smooth.py made,
+    static constexpr int WEIGHTS = 0;                                    // f32 W [TILES][32][4]: functions of a lane's tokens
+    static constexpr int SHARES = WEIGHTS + TILES * 512;                 // f32 g [FUNCTIONS][PAIRS]
+    static constexpr int TILE_TURNS = SHARES + FUNCTIONS * PAIRS * 4;    // f32 (cos, sin): from the middle to tiles' starts [odd][half][16] of the fastest pairs,
+    static constexpr int TOKEN_TURNS = TILE_TURNS + TILES * 16 * 8;      // and by a tile's tokens [TILE][16]
+    static constexpr int FREQUENCIES = TOKEN_TURNS + TILE * 16 * 8;      // f32 [PAIRS]
+    static constexpr int ANGLES = FREQUENCIES + PAIRS * 4;               // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
+    static constexpr int COPIED = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
+    static constexpr int PAGE_TURNS = COPIED;                            // f32 (cos, sin) [PAIRS], from a warp's page to its next one
+    // and what a head's scales make of it.
+    static constexpr int COEFFICIENTS = PAGE_TURNS + PAIRS * 8;                          // f32 [SLOW][2][32][4]: of the turned query, by function
     static constexpr int ZEROS = COEFFICIENTS + SLOW * 1024;             // the same for zero points
     static constexpr int ZERO_KEYS = ZEROS + SLOW * 1024;                // f16 first operands [FAST]
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
-    static constexpr int STEPS_ON = TURNS + 2 * FAST * 512;              // f32 [PAIRS / 32 + 2][32] pairs (cos, sin), see ByteQuery
-    static constexpr int ANGLES = STEPS_ON + (PAIRS / 32 + 2) * 256;     // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
-    static constexpr int BLOCK_BYTES = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
+    static constexpr int BLOCK_BYTES = TURNS + 2 * FAST * 512;
 
     // Of a warp: a page of one head,
     static constexpr int KEY_CODES = 0, KEY_BYTES = TILES * K::TILE_BYTES;
@@ -78,11 +84,11 @@ struct ByteLayout {
 // What a block needs for pages by bytes: nothing, if they do not go that way.
 template <bool BYTES, typename C>
 struct ByteRoom {
-    static constexpr int BLOCK_BYTES = 0, WARP_BYTES = 0;
+    static constexpr int BLOCK_BYTES = 0, WARP_BYTES = 0, BOOKS = 0;
 };
 template <typename C>
 struct ByteRoom<true, C> {
-    static constexpr int BLOCK_BYTES = ByteLayout<C>::BLOCK_BYTES, WARP_BYTES = ByteLayout<C>::WARP_BYTES;
+    static constexpr int BLOCK_BYTES = ByteLayout<C>::BLOCK_BYTES, WARP_BYTES = ByteLayout<C>::WARP_BYTES, BOOKS = ByteLayout<C>::COEFFICIENTS;
 };
 
 }  // namespace signpost

@@ -27,38 +27,19 @@ struct ByteQuery {
 
     __device__ __forceinline__ ByteQuery(const Place<C>& place, unsigned char* memory) : at(place), mine(memory) {}
 
-    // Tables of the block, once: all threads, a barrier follows.
+    // Starts the copy of the block's tables, once: all threads.
     static __device__ __forceinline__ void prepare(const Place<C>& at, unsigned char* block) {
-        static_assert(L::WARPS >= MINE + 2, "a warp for each of the turns");
-        const float* weights = at.params.functions;
-        const float2* angles = reinterpret_cast<const float2*>(weights + B::T * B::FUNCTIONS + B::FUNCTIONS * PAIRS);  // cos, sin [T][PAIRS]
-        float2* turns = reinterpret_cast<float2*>(block + B::STEPS_ON) + at.lane;
-        if (at.warp < MINE) {  // what turns a lane's pairs from page to page,
-            Angle::exact(B::T * L::WARPS, at.params.inv_freq[at.lane + 32 * at.warp], turns[32 * at.warp].x, turns[32 * at.warp].y);
-        } else if (at.warp < MINE + 2) {  // and pair lane % 16 from the middle to two tiles' starts
-            const int tile = at.lane / 16 * 2 + at.warp - MINE;
-            Angle::exact(2 * TILE * tile - (B::T - 1), 0.5f * at.params.inv_freq[at.lane % 16], turns[32 * at.warp].x, turns[32 * at.warp].y);
-        }
-        if constexpr (K::SPARSE) {
-            constexpr int EACH = (B::T * PAIRS + L::THREADS - 1) / L::THREADS;
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) {  // in the order of lists: tile, step, r, c, upper, e
-                const int i = threadIdx.x + k * L::THREADS;
-                const int token = i / (16 * PAIRS) * TILE + i / 2 % 2 * 8 + i / 16 % 8, pair = i / 128 % B::STEPS * 8 + i / 4 % 4 * 2 + i % 2;
-                if (i >= B::T * PAIRS) break;
-                const float2 angle = angles[token * PAIRS + pair];
-                reinterpret_cast<unsigned*>(block + B::ANGLES)[i] = pack(angle.x, angle.y);
-            }
-        }
-        for (int i = threadIdx.x; i < B::TILES * 128; i += L::THREADS) {
-            const int lane = i / 4 % 32, token = i / 128 * TILE + lane / 4 + i % 4 / 2 * 8;
-            reinterpret_cast<float*>(block + B::WEIGHTS)[i] = weights[token * B::FUNCTIONS + lane % 4 * 2 + i % 2];
-        }
+        const unsigned to = shared_address(block);
+        for (int i = threadIdx.x; i < B::COPIED / 16; i += L::THREADS) copy_async<16>(to + 16 * i, at.params.functions + 16 * i);
+        constexpr int ALL = B::ANGLES + B::T * PAIRS * 4;  // turns by 1, 2, ... pages follow
+        const unsigned char* turns = at.params.functions + ALL + (L::WARPS - 1) * 8 * PAIRS;
+        if (threadIdx.x < PAIRS / 2) copy_async<16>(to + B::PAGE_TURNS + 16 * threadIdx.x, turns + 16 * threadIdx.x);
+        copy_commit();
     }
 
     // Those of a head: scales of keys are there.
     static __device__ __forceinline__ void fold(const Place<C>& at, unsigned char* block) {
-        const float* shares = at.params.functions + B::T * B::FUNCTIONS;
+        const float* shares = reinterpret_cast<const float*>(block + B::SHARES);
         for (int i = threadIdx.x; i < B::SLOW * 256; i += L::THREADS) {
             const int lane = i / 4 % 32, s = B::FAST + i / 128, pair = 8 * s + lane % 4 * 2 + i % 2, channel = pair + i % 4 / 2 * PAIRS;
             const float share = shares[lane / 4 * PAIRS + pair], scale = at.floats(L::KEY_SCALE)[channel];
@@ -68,14 +49,14 @@ struct ByteQuery {
     }
 
     // Turns the query to the middle of page `unit`.
-    __device__ __forceinline__ void start(int unit) {
-        const long long middle = 2 * (static_cast<long long>(at.params.offsets[at.sequence]) + K::SINKS + static_cast<long long>(unit) * B::T) + B::T - 1;
+    __device__ __forceinline__ void start(int unit, const unsigned char* block) {
+        const long long middle = 2 * (static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit) * B::T) + B::T - 1;
         float2 angle[MINE];
         float bound[ROWS] = {};
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             const int pair = at.lane + 32 * k;
-            const float frequency = at.params.inv_freq[pair];
+            const float frequency = reinterpret_cast<const float*>(block + B::FREQUENCIES)[pair];
             Angle::exact(middle, 0.5f * frequency, angle[k].x, angle[k].y);
             const float widest = fmaxf(fabsf(at.floats(L::KEY_SCALE)[pair]), fabsf(at.floats(L::KEY_SCALE)[pair + PAIRS]));
 #pragma unroll
@@ -102,11 +83,12 @@ struct ByteQuery {
 
     // Leaves the query of the page at hand in shared memory, and turns it to the warp's next page. The warp meets after it.
     __device__ __forceinline__ void leave(const unsigned char* block) {
-        const float2* turns = reinterpret_cast<const float2*>(block + B::STEPS_ON) + at.lane;
+        const float2* turns = reinterpret_cast<const float2*>(block + B::PAGE_TURNS) + at.lane;
+        const float2* tiles = reinterpret_cast<const float2*>(block + B::TILE_TURNS) + at.lane;
         float2 step[MINE];
 #pragma unroll
         for (int k = 0; k < MINE; ++k) step[k] = turns[32 * k];
-        const float2 tile[2] = {turns[32 * MINE], turns[32 * (MINE + 1)]};
+        const float2 tile[2] = {tiles[0], tiles[32]};
         __half* fast = reinterpret_cast<__half*>(mine + B::FAST_OPERAND);
         const int pair = at.lane % 16;
 #pragma unroll

@@ -20,6 +20,10 @@ struct Keys {
     Query<C>& query;
     Turn<K, D, SHARE> rope;
     KeyFactors<L::ROPE, C> factors;
+    // Of the head, channels threadIdx.x + THREADS i.
+    static constexpr bool FETCHED = K::SCALES == Scales::CHANNEL_BUNDLE;
+    static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
+    float fetched_scale[EACH], fetched_zero[EACH];
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
 
@@ -28,18 +32,28 @@ struct Keys {
         if constexpr (K::BITS > 0) Table::fill(at.shared, values);
     }
 
-    // Once a head; a barrier, `fold` and another barrier follow.
+    // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
+    __device__ __forceinline__ void fetch() {
+        if constexpr (FETCHED) {
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                const int i = threadIdx.x + k * L::THREADS;
+                // Where a tile needs them: in the order of pages with scales of their own.
+                const int channel = L::CHANNELS_FOLDED ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
+                if (i < D) fetched_scale[k] = at.params.key.scale[at.head * D + channel], fetched_zero[k] = at.params.key.zero[at.head * D + channel];
+            }
+        }
+    }
+
+    // A barrier, `fold` and another barrier follow.
     __device__ __forceinline__ void load() {
-        if constexpr (K::SCALES == Scales::CHANNEL_BUNDLE) {
-            for (int i = threadIdx.x; i < D; i += L::THREADS) {
-                if constexpr (L::CHANNELS_FOLDED) {
-                    at.floats(L::KEY_SCALE)[i] = at.params.key.scale[at.head * D + i];
-                    at.floats(L::KEY_ZERO)[i] = at.params.key.zero[at.head * D + i];
-                } else {  // in the order of pages with scales of their own
-                    const int channel = (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
-                    at.halves(L::KEY_SCALE)[i] = to_half(at.params.key.scale[at.head * D + channel]);
-                    at.halves(L::KEY_ZERO)[i] = to_half(at.params.key.zero[at.head * D + channel]);
-                }
+        if constexpr (FETCHED) {
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                const int i = threadIdx.x + k * L::THREADS;
+                if (i >= D) continue;
+                if constexpr (L::CHANNELS_FOLDED) at.floats(L::KEY_SCALE)[i] = fetched_scale[k], at.floats(L::KEY_ZERO)[i] = fetched_zero[k];
+                else at.halves(L::KEY_SCALE)[i] = to_half(fetched_scale[k]), at.halves(L::KEY_ZERO)[i] = to_half(fetched_zero[k]);
             }
         }
         factors.reset();
@@ -50,7 +64,7 @@ struct Keys {
         if constexpr (L::ROPE) {
             uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
             rope.load(
-                at.params.rope, at.tile * TILE, at.step(0), at.r, at.c, [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
+                [&](int token, int pair) { return at.params.rope[token * (K::ROPE_DIM / 2) + pair]; }, at.tile * TILE, at.step(0), at.r, at.c, [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
                 [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_ZERO)[channel] : 0.f; },
                 [&](int s, const uint4& x) {
                     if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[s * 32] = x;

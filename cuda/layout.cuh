@@ -35,6 +35,9 @@ struct Layout {
     static_assert(USED <= COLUMNS, "every phase has columns of its own");
     // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it.
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
+    // From one unit of a group to its next: all groups are at the same place of memory, which is faster, but for factors, whose segments
+    // are then looked up least often.
+    static constexpr int HOP = K::RANK || V::RANK ? 1 : GROUPS;
     static_assert(K::T % T == 0 && V::T % T == 0 && T % TILE == 0, "pages are multiples of the unit");
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.
@@ -82,13 +85,15 @@ struct Layout {
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);
-    static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][TEAMS][COLUMNS]
-    static constexpr int TOTAL = STATE + 3 * TEAMS * COLUMNS * 4;                                     // f32 [3][ROWS]
+    static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
     static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
     static constexpr int BYTE_TABLES = CORRECTIONS + (V::SPARSE && !BYTES ? WARPS * Corrections<SHARE>::BYTES : 0);
     static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
+    static constexpr int BOOKS = BYTES ? BYTE_TABLES + ByteRoom<BYTES, C>::BOOKS : RING;  // f32 [2][256] for a moment: the codebooks
+    static constexpr int STATE = RING;  // f32 [3][TEAMS][COLUMNS], between pages and outputs
+    static_assert(WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4, "a ring holds all states");
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
     static_assert(ROWS_AT_ONCE > 0, "a team's ring holds one row of output");
@@ -101,11 +106,8 @@ struct Layout {
     template <typename S>
     static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * (S::T / T); }
 
-    // What all other tokens of a head, and going on to the next head, cost, in units.
-    static constexpr int REST = BYTES ? 24 : 32;
-
-    // Units of one head of a sequence: those of which both sides are packed, and REST.
-    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)) + REST; }
+    // Of which both sides are.
+    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)); }
 };
 
 // Where a thread stands and what its block works on.
@@ -116,7 +118,7 @@ struct Place {
     unsigned char* const shared;
     const int warp, lane, r, c, part, team, tile, group;
     int sequence, head;  // at hand
-    int length, key_units, value_units;
+    int length, offset, key_units, value_units;
 
     __device__ __forceinline__ Place(const AttendParams& p, unsigned char* s)
         : params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
@@ -128,7 +130,7 @@ struct Place {
     __device__ __forceinline__ unsigned char* corrections() const { return shared + L::CORRECTIONS + warp * Corrections<L::SHARE>::BYTES; }
 
     __device__ __forceinline__ void open(int b, int h) {
-        sequence = b, head = h, length = params.lengths[b];
+        sequence = b, head = h, length = params.lengths[b], offset = params.offsets[b];
         key_units = L::template packed<typename L::K>(length - params.m);
         value_units = L::template packed<typename L::V>(length - params.m);
     }
@@ -144,24 +146,6 @@ struct Place {
 
     // Whether a lane's columns 2c + e belong to a phase.
     __device__ __forceinline__ bool in_phase(int e, int phase) const { return L::USED == L::COLUMNS && L::PHASES == 1 || L::phase_of(2 * c + e) == phase; }
-};
-
-// Sums of the units of a head over sequences.
-template <typename C>
-struct UnitSums {
-    const int* lengths;
-    int b, m;
-
-    __device__ __forceinline__ UnitSums(const int* l, int sequences, int tokens) : lengths(l), b(sequences), m(tokens) {}
-
-    // Units of one head of all sequences before `sequence`; all lanes of a warp.
-    __device__ __forceinline__ long long before(int sequence, int lane) const {
-        long long sum = 0;
-        for (int i = lane; i < sequence; i += 32) sum += Layout<C>::units(lengths[i] - m);
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-        return sum;
-    }
 };
 
 template <typename L>
@@ -191,7 +175,7 @@ struct Limits {
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
     static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
     // Warps without spilling much: what turns keys, and outputs, stay in registers.
-    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && K::ROPE_DIM) ? 8 : D > 64 ? 12 : 16;
+    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && (K::ROPE_DIM || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
 };
 

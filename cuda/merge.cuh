@@ -8,7 +8,7 @@ namespace signpost {
 struct MergeParams {
     const float* partial;  // as AttendParams
     void* out;             // Model, strides below in numbers
-    const int* lengths;
+    const int* ranges;
     const float* rotation;  // of values, P [D][D]
     const float* mean;      // of values, [h_kv][D]
     long long out_sequence, out_token, out_head;
@@ -23,24 +23,13 @@ struct Merge {
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
 
-    // First block of attend that has units from `base` on: the line of `total` units is cut into equal stretches.
-    static __device__ long long block_of(long long base, long long total, int grid) {
-        long long block = base * grid / total;
-        while (total * (block + 1) / grid <= base) ++block;
-        while (total * block / grid > base) --block;
-        return block;
-    }
-
     // All threads of a block of D; shared: f32 [2 D]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
         const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
         if (row >= params.g * params.m) return;
-        const UnitSums<C> sums(params.lengths, params.b, params.m);
-        const long long total = sums.before(params.b, threadIdx.x % 32) * params.h_kv;
-        const long long units = L::units(params.lengths[sequence] - params.m);
-        long long base = sums.before(sequence, threadIdx.x % 32) * params.h_kv;
-        base += head * units;
-        const int first = static_cast<int>(block_of(base, total, params.grid)), last = static_cast<int>(block_of(base + units - 1, total, params.grid));
+        await_predecessor();
+        release_successor();
+        const int first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
         const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
         const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
         partial += static_cast<long long>(pair) * (ROWS * STRIDE);
@@ -93,7 +82,7 @@ struct Merge {
             shared[threadIdx.x] = x;
             __syncthreads();
             const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 8
+#pragma unroll 16
             for (int i = 0; i < 32; ++i) {  // a warp a row of P, so that loads are whole lines
                 const int channel = i * (D / 32) + warp;
                 float y = 0.f;

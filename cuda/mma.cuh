@@ -96,6 +96,19 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     }
 }
 
+// From compute capability 9.0 on a kernel may start while the one before it in the stream still runs. What that one wrote is there after
+// the first of these; after the second, in all blocks, the next kernel may start.
+__device__ __forceinline__ void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void release_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>

@@ -26,11 +26,12 @@ struct AttendParams {
     SideParams key, value;
     const void* q;        // Model, strides below in numbers
     float* partial;       // [row tiles][grid + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum
+    int* ranges;          // [b h_kv][2]: first and last block that has a result of a sequence's kv head
     const int* lengths;   // [b] cached tokens, the new ones included
     const int* offsets;   // [b] position of token 0
     const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]
     const float* inv_freq;
-    const float* functions;  // runtime/smooth.py: W [64][8], g [8][D / 2], cos and sin from a page's middle [64][D / 2][2]
+    const unsigned char* functions;  // runtime/smooth.py
     long long q_sequence, q_token, q_head;
     float rope_scaling;
     float scale;  // of scores, times log2(e)

@@ -13,6 +13,8 @@ struct Query {
     static constexpr int D = L::D, ROWS = L::ROWS, STEPS = L::STEPS, SHARE = L::SHARE, COLUMNS = L::COLUMNS;
 
     const Place<C>& at;
+    static constexpr int EACH = (ROWS * D + L::THREADS - 1) / L::THREADS;
+    Model fetched[EACH];  // numbers threadIdx.x + THREADS i of the block's rows
     unsigned kept[L::KEEPS_QUERY ? SHARE : 1][2];  // the lane's share for pages, if kept in registers
 
     __device__ __forceinline__ explicit Query(const Place<C>& place) : at(place) {}
@@ -23,19 +25,27 @@ struct Query {
         return ((((n / 8) * (STEPS / 2) + s / 2) * 32 + 4 * (n % 8) + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
     }
 
-    // The block's query of this sequence and head; a barrier and `load` follow.
-    __device__ __forceinline__ void fetch() const {
+    // Asks for the block's query of this sequence and head; `put` follows when nobody reads the last one any more.
+    __device__ __forceinline__ void fetch() {
         const int row0 = blockIdx.y * ROWS;
         const AttendParams& params = at.params;
-        float* q = at.floats(L::QUERY);
-        for (int i = threadIdx.x; i < ROWS * D; i += L::THREADS) {
-            const int row = row0 + i / D;
-            float x = 0.f;
-            if (row < params.g * params.m) {
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D;
+            fetched[k] = Model();
+            if (i < ROWS * D && row < params.g * params.m) {
                 const long long from = at.sequence * params.q_sequence + row / params.g * params.q_token + (at.head * params.g + row % params.g) * params.q_head + i % D;
-                x = to_float(static_cast<const Model*>(params.q)[from]) * params.scale;
+                fetched[k] = static_cast<const Model*>(params.q)[from];
             }
-            q[i] = x;
+        }
+    }
+
+    // It goes to shared memory; a barrier and `load` follow.
+    __device__ __forceinline__ void put() const {
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const int i = threadIdx.x + k * L::THREADS;
+            if (i < ROWS * D) at.floats(L::QUERY)[i] = to_float(fetched[k]) * at.params.scale;
         }
     }
 
@@ -63,14 +73,30 @@ struct Query {
         if constexpr (L::KEEPS_QUERY && !L::ROPE) keep(0);
     }
 
-    // q P: where pages hold keys times P.
+    // q P: where pages hold keys times P. A thread multiplies a channel of all rows with a part of P, so that P is read once.
     __device__ __forceinline__ const float* rotated(const float* q) const {
+        constexpr int SPLIT = L::THREADS / D > 4 ? 4 : L::THREADS / D, EACH_PART = (D + SPLIT - 1) / SPLIT;
+        static_assert(SPLIT > 0 && L::WARPS * L::WARP_BYTES >= SPLIT * ROWS * D * 4, "the ring, which is idle, holds all parts");
+        float* parts = at.floats(L::RING);
+        const int part = threadIdx.x / D, i = threadIdx.x % D;
+        if (part < SPLIT) {
+            float x[ROWS] = {};
+#pragma unroll 16
+            for (int k = part * EACH_PART; k < min(D, (part + 1) * EACH_PART); ++k) {
+                const float p = at.params.key.rotation[k * D + i];
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) x[row] += q[row * D + k] * p;
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) parts[(part * ROWS + row) * D + i] = x[row];
+        }
+        __syncthreads();
         float* paged = at.floats(L::PAGED_QUERY);
-        for (int i = threadIdx.x; i < ROWS * D; i += L::THREADS) {
+        for (int k = threadIdx.x; k < ROWS * D; k += L::THREADS) {
             float x = 0.f;
-#pragma unroll 8
-            for (int k = 0; k < D; ++k) x += q[i / D * D + k] * at.params.key.rotation[k * D + i % D];
-            paged[i] = x;
+#pragma unroll
+            for (int of = 0; of < SPLIT; ++of) x += parts[of * ROWS * D + k];
+            paged[k] = x;
         }
         __syncthreads();
         return paged;
@@ -168,10 +194,10 @@ struct PageAngles {
 
     // unit: the group's first one.
     __device__ __forceinline__ void start(int unit) {
-        const long long first = static_cast<long long>(at.params.offsets[at.sequence]) + K::SINKS + static_cast<long long>(unit + first_phase * L::GROUPS) * L::T;
+        const long long first = static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit + first_phase * L::HOP) * L::T;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
-            if (has(k)) angle[k].start(first, BY_PHASE * L::GROUPS * L::T, at.params.inv_freq[pair(k)]);
+            if (has(k)) angle[k].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[pair(k)]);
         }
     }
 

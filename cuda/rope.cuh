@@ -41,10 +41,10 @@ struct Turn {
     // Of 8 channels, which register e of step s of the head holds: channels 2c and 2c + 1 of it.
     static constexpr __device__ __forceinline__ int block_of(int s, int e) { return e / 2 * STEPS + s; }
 
-    // table: (cos, sin) [T][DIM / 2]; token: first of the tile; first: step of the head; scale(channel), zero(channel): factors of the
+    // angles(token, pair): (cos, sin); token: first of the tile; first: step of the head; scale(channel), zero(channel): factors of the
     // key's numbers, and what is added to them; put(s, registers): gets first operands of the turned zeros of step s of the head.
-    template <typename Scale, typename Zero, typename Put>
-    __device__ __forceinline__ void load(const float2* table, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
+    template <typename Turned, typename Scale, typename Zero, typename Put>
+    __device__ __forceinline__ void load(Turned&& angles, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
             unsigned zeros[4];
@@ -56,7 +56,7 @@ struct Turn {
                     const int channel = 8 * block_of(first + s, e) + 2 * c + k;
                     by_own[k] = scale(channel), by_other[k] = 0.f, sum[k] = zero(channel);
                     if (DIM == D || channel < DIM) {
-                        const float2 angle = table[(token + r + e % 2 * 8) * (DIM / 2) + P::pair_of(channel)];
+                        const float2 angle = angles(token + r + e % 2 * 8, P::pair_of(channel));
                         const int partner = P::partner_of(channel);
                         const float sine = P::is_first(channel) ? -angle.y : angle.y;
                         by_own[k] *= angle.x, by_other[k] = scale(partner) * sine;

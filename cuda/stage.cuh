@@ -117,7 +117,7 @@ struct Feed {
     }
 
     __device__ __forceinline__ int entry(int ahead) const {
-        const int u = unit + (ahead + lane) * L::GROUPS;
+        const int u = unit + (ahead + lane) * L::HOP;
         return u < end ? table[u / UNITS] : 0;
     }
 
@@ -125,7 +125,7 @@ struct Feed {
     __device__ __forceinline__ int unit_of(int i) const { return BATCH == 1 ? 0 : (i * 32 + lane) / SideStage::PIECES; }
     __device__ __forceinline__ int unit_of_word() const { return BATCH == 1 ? 0 : lane / (SideStage::WORDS ? SideStage::WORDS : 1); }
 
-    __device__ __forceinline__ int tile(int unit_of_batch) const { return UNITS == 1 ? place : (unit + unit_of_batch * L::GROUPS) % UNITS * L::TILES + place; }
+    __device__ __forceinline__ int tile(int unit_of_batch) const { return UNITS == 1 ? place : (unit + unit_of_batch * L::HOP) % UNITS * L::TILES + place; }
 
     __device__ __forceinline__ void locate() {
 #pragma unroll
@@ -152,7 +152,7 @@ struct Feed {
     // Starts the copies of the next batch, as far as there are units.
     __device__ __forceinline__ void copy(unsigned char* stage) {
         if (unit < end) {
-            const int left = (end - unit + L::GROUPS - 1) / L::GROUPS;  // units
+            const int left = (end - unit + L::HOP - 1) / L::HOP;  // units
             if constexpr (UNITS > 1) locate();
             const unsigned start = shared_address(stage);
 #pragma unroll
@@ -169,7 +169,7 @@ struct Feed {
                     if (S::SPARSE && lane == u * SideStage::WORDS) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory<L::D>::ID) = id;
                 }
             }
-            unit += BATCH * L::GROUPS;
+            unit += BATCH * L::HOP;
             taken += BATCH;
             if (taken == 32) {
                 taken = 0, now = later;

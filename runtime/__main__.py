@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
+from rich.text import Text
 
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError
@@ -66,7 +67,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 2 with one line on what is wrong."""
+    """Runs a command; returns the exit code: 0, 2 with one line on what is wrong, or 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
     console = Console(stderr=True)
     try:
@@ -82,13 +83,19 @@ def main(arguments: list[str] | None = None) -> int:
                 "at least 1 token, and a temperature of 0 or more"
             )
         _generate(options, load(options.bundle), console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
     except (SignpostError, OSError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        return 2
+        return _failed(console, str(error))
     except ImportError as error:
-        console.print(f"[bold red]error:[/] {error}: pip install 'signpost-kv[hf]'", highlight=False, soft_wrap=True)
-        return 2
+        return _failed(console, f"{error}: pip install 'signpost-kv[hf]'")
     return 0
+
+
+def _failed(console: Console, message: str) -> int:
+    console.print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)  # names may look like markup
+    return 2
 
 
 def _compile(bundle: Bundle, archs: list[str]) -> None:

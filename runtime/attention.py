@@ -37,7 +37,10 @@ class _Attend(ctypes.Structure):
     _fields_ = [
         ("key", _Side),
         ("value", _Side),
-        *((name, ctypes.c_void_p) for name in ("q", "partial", "lengths", "offsets", "rope", "inv_freq", "functions")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "partial", "ranges", "lengths", "offsets", "rope", "inv_freq", "functions")
+        ),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m")),
@@ -46,7 +49,7 @@ class _Attend(ctypes.Structure):
 
 class _Merge(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("partial", "out", "lengths", "rotation", "mean")),
+        *((name, ctypes.c_void_p) for name in ("partial", "out", "ranges", "rotation", "mean")),
         *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid")),
     ]
@@ -170,18 +173,19 @@ class Step:
         self.partial = torch.empty(
             self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
         )
+        self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
         self._pairs, self._d, self._stream = b * kernels.h_kv, kernels.d, lambda: kernels._stream(kernels.device)
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
         self.params = _Attend(
-            kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), lengths.data_ptr(),
-            offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(),
+            kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), self.ranges.data_ptr(),
+            lengths.data_ptr(), offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(),
             kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
             kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
         )  # fmt: skip
         self.merge_params = _Merge(
-            self.partial.data_ptr(), 0, lengths.data_ptr(),
+            self.partial.data_ptr(), 0, self.ranges.data_ptr(),
             *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
             0, 0, 0, *sizes, self._grid,
         )  # fmt: skip
@@ -191,7 +195,9 @@ class Step:
         params = self.params
         params.q = q.data_ptr()
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
-        self._attend.launch((self._grid, self._tiles, 1), self._threads, self._shared, params, self._stream())
+        self._attend.launch(
+            (self._grid, self._tiles, 1), self._threads, self._shared, params, self._stream(), overlap=True
+        )
         self.merge(out)
 
     def merge(self, out: Tensor) -> None:
@@ -199,7 +205,7 @@ class Step:
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
-        self._merge.launch((self._pairs, self._rows, 1), self._d, 0, params, self._stream())
+        self._merge.launch((self._pairs, self._rows, 1), self._d, 0, params, self._stream(), overlap=True)
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

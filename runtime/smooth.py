@@ -14,6 +14,7 @@ from torch import Tensor
 TOKENS = 64  # of a page
 FUNCTIONS = 8  # even ones at even places
 FAST_PAIRS = 16  # that are turned one by one
+WARPS = 16  # of a block, at most: a warp's next page is so many pages on
 WORST = 1e-4  # of any cosine or sine; a half rounds to 5e-4
 
 
@@ -52,7 +53,29 @@ def _is_smooth(frequencies: tuple[float, ...]) -> bool:
 
 
 def functions(inv_freq: Tensor) -> Tensor:
-    """What kernels read, float32: W, g, and (cos, sin) of t f [TOKENS, pairs], one after the other."""
-    angles = torch.outer(_times(), inv_freq.double().cpu())
-    parts = (*decompose(inv_freq), torch.stack([angles.cos(), angles.sin()], -1))
-    return torch.cat([part.flatten().float() for part in parts])
+    """What a block of the kernels copies to its shared memory, uint8, laid out as `cuda/bytes_layout.cuh` says:
+
+    W, as lanes of a tile need it, and g (float32); (cos, sin) in float32 of what turns the fastest pairs from a page's
+    middle to the start of each tile, and of what turns them by 0 ... 15 tokens; inv_freq itself, [pairs], pairs a
+    multiple of 32; (cos, sin) in float16 of t f, in the order of outliers in pages; and in float32 of what turns pairs
+    by 1 ... `WARPS` pages.
+    """
+    f = inv_freq.double().cpu()
+    pairs, fast = f.numel(), f[:FAST_PAIRS]
+    w, g = decompose(inv_freq)
+    tokens = (TOKENS // 16, 2, 8)  # tile, upper, r
+    tiles = torch.arange(0, TOKENS, 16, dtype=torch.float64) - (TOKENS - 1) / 2
+    parts = [
+        w.view(*tokens, 4, 2).permute(0, 2, 3, 1, 4).float(),
+        g.float(),
+        _turns(torch.outer(tiles, fast)).view(2, 2, FAST_PAIRS, 2).transpose(0, 1).float(),
+        _turns(torch.outer(torch.arange(16).double(), fast)).float(),
+        inv_freq.float().cpu(),
+        _turns(torch.outer(_times(), f)).view(*tokens, pairs // 8, 4, 2, 2).permute(0, 3, 2, 4, 1, 5, 6).half(),
+        _turns(torch.outer(TOKENS * torch.arange(1, WARPS + 1).double(), f)).float(),
+    ]
+    return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
+
+
+def _turns(angles: Tensor) -> Tensor:
+    return torch.stack([angles.cos(), angles.sin()], -1)

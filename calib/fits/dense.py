@@ -93,18 +93,22 @@ class SignpostFit(Fit):
         return part | {"weights": self.weights, "bins": self.bins, "counts": "counts" in self.statistics}
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
+        normalized, weight, kept = self.weighed(pages, outliers, gradient)
+        self.statistics["weighted"].add(moments(normalized, weight, self.bins), lane)
+        if "counts" in self.statistics:
+            self.statistics["counts"].add(moments(normalized, kept, self.bins), lane)
+
+    def weighed(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The pages' numbers normalized, float32, the weight of each, and 1 where it is no outlier, float64."""
         t, h_kv, d = pages.shape[1:]
         shape = PageShape(t, h_kv, d, "key")  # of values it would be the same: only storing knows the side
         normalized, scale = dense.normalize(self.part, shape, pages, outliers, self.tables)
         kept = (scale > 0).expand_as(pages)
         kept = (kept if outliers is None else kept & ~outliers).double()
-        weight = kept
-        if gradient is not None and self.weights != "none":
-            size = gradient.double() if self.weights == "fisher" else gradient.double() * scale
-            weight = kept * size.square()
-        self.statistics["weighted"].add(moments(normalized, weight, self.bins), lane)
-        if "counts" in self.statistics:
-            self.statistics["counts"].add(moments(normalized, kept, self.bins), lane)
+        if gradient is None or self.weights == "none":
+            return normalized, kept, kept
+        size = gradient.double() if self.weights == "fisher" else gradient.double() * scale
+        return normalized, kept * size.square(), kept
 
     def collected(self) -> dict[str, Tensor]:
         return {name: sums.total().cpu() for name, sums in self.statistics.items()}

@@ -119,7 +119,7 @@ def _quality(evaluation: Any) -> str:
     source = text.get("source", "") if isinstance(text, dict) else ""
     where = f"{source}; {evaluation.get('tokens', '?')} tokens in windows of {evaluation.get('context', '?')}"
     table = _table(("", "full precision", "with this bundle"), [*pairs, *single])
-    return f"<p class=quiet>Measured on {escape(where)}.</p>\n{table}"
+    return f"<p class=quiet>Text: {escape(where)}.</p>\n{table}"
 
 
 def _formats(facts: dict[str, Any]) -> str:

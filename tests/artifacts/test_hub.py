@@ -166,9 +166,13 @@ def claims(size):
 
 
 BAD = {
-    "no such repository": (lambda hub: hub.repos.clear(), HubError, "the hub: .*404"),
-    "no bundle in it": (without("manifest.json"), HubError, "the hub: .*404"),
-    "no tensors": (without("tensors.safetensors"), HubError, "the hub: .*404"),
+    "no such repository": (lambda hub: hub.repos.clear(), HubError, f"the hub: 404 .* Not Found for url: .*/{REPO}"),
+    "no bundle in it": (without("manifest.json"), HubError, r"the hub: 404 .* Not Found for url: .*/manifest\.json"),
+    "no tensors": (
+        without("tensors.safetensors"),
+        HubError,
+        r"the hub: 404 .* Not Found for url: .*/tensors\.safetensors",
+    ),
     "server error": (answering("resolve", lambda r: r.reply(500, {})), HubError, "the hub: .*500"),
     "login needed": (answering("resolve", lambda r: r.reply(401, {})), HubError, "the hub: .*401"),
     "silent": (answering("manifest", silent(3)), HubError, r"did not answer within 1 s: try again, or raise --timeout"),
@@ -227,8 +231,15 @@ def test_push_to_something_that_is_no_hub(hub, tmp_path):
 def test_nobody_answers(tmp_path):
     with running() as hub:
         url = hub.url
-    with pytest.raises(HubError, match="the hub: "):
+    with pytest.raises(
+        HubError, match=rf"no hub answers at {url} \(.*\): check the network, HF_ENDPOINT and --endpoint"
+    ):
         pull(REPO, tmp_path / "b", endpoint=url, timeout=5)
+
+
+def test_a_revision_that_is_not_there(pushed, tmp_path):
+    with pytest.raises(HubError, match=r"the hub: 404 .* Not Found for url: .*/resolve/nope/"):
+        pull(REPO, tmp_path / "b", revision="nope", endpoint=pushed.url)
 
 
 @pytest.mark.parametrize("repo", ["", "a/b/c", "../..", "a b/c", "a/--b", "x" * 200])

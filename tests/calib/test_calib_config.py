@@ -3,10 +3,13 @@
 import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from omegaconf import MISSING as VALUE_MISSING
 from omegaconf import OmegaConf
 
 from artifacts import LowRank, Sketch
@@ -276,8 +279,14 @@ def test_errors_of_the_command_itself(tmp_path, argument):
 def test_help_and_composed_configuration(tmp_path):
     shown = command("--help", cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
-    for word in ("python -m calib model=", "kvquant", "== Options (name=value) ==", "seqlen: "):
+    for word in ("python -m calib model=", "turboquant-mse", "Exit codes: 0, 2 with"):
         assert word in shown.stdout
+    assert shown.stdout.count("\n") < 60
+    assert max(map(len, shown.stdout.splitlines()[:35])) <= 120
+    for option in fields(Config):
+        assert (line := re.search(rf"^{option.name}=(\S+) +\w", shown.stdout, re.MULTILINE)), option.name
+        if option.default not in (MISSING, VALUE_MISSING):
+            assert yaml.safe_load(line[1]) == option.default, option.name
     job = command("--cfg", "job", "bits=3", "method.key.dense.group=32", cwd=tmp_path)
     assert (job.returncode, job.stderr) == (0, "")
     assert "bits: 3" in job.stdout

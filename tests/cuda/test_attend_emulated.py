@@ -72,7 +72,7 @@ class Kernel:
     def __init__(self, entry, params: type[ctypes.Structure]):
         self.entry, self.params = entry, params
 
-    def launch(self, grid, block, shared, params, stream) -> None:
+    def launch(self, grid, block, shared, params, stream, overlap=False) -> None:
         assert isinstance(params, self.params)
         self.entry(grid[0], grid[1], ctypes.byref(params))
 
@@ -151,6 +151,11 @@ def with_outliers(share: float, bits: int = 2, codebook: str = "nuq") -> LayerFo
         Format(64, key, Sparse(share, "channel", "bundle"), window, "pre_rope"),
         Format(64, value, Sparse(share, "token", "online"), window),
     )
+
+
+def test_heads_are_weighed_by_their_outliers():
+    """So many pages a block that looking at some of them is worth while."""
+    check(case(with_outliers(0.02), d=64), [64 * 200 + 70, 300])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

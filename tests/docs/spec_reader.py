@@ -66,10 +66,9 @@ def safetensors(data):
     header.pop("__metadata__", None)
     tensors, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, stop = entry["data_offsets"]
-        need(begin == end, "a gap")
-        end = stop
-        tensors[name] = np.frombuffer(data[start + begin : start + stop], DTYPES[entry["dtype"]])
+        need(entry["data_offsets"][0] == end, "a gap")
+        begin, end = entry["data_offsets"]
+        tensors[name] = np.frombuffer(data[start + begin : start + end], DTYPES[entry["dtype"]])
         tensors[name] = tensors[name].reshape(entry["shape"])
     need(start + end == len(data), "bytes behind the tensors")
     return tensors

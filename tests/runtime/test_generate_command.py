@@ -99,3 +99,18 @@ def test_bundles_that_do_not_load(bundle, tiny, tmp_path, capsys):
     manifest = json.loads((bundle / "manifest.json").read_text())
     (bundle / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     assert "schema version 99" in run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)[2]
+
+
+def test_names_that_look_like_markup(tmp_path, capsys):
+    code, out, err = run(capsys, "--bundle", str(tmp_path / "[/x]"), "--prompt", PROMPT)
+    assert (code, out) == (2, "")
+    assert "[/x]" in err
+
+
+def test_interrupted(bundle, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runtime.__main__._generate", interrupt)
+    code, out, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
+    assert (code, out, err) == (130, "", "interrupted\n")

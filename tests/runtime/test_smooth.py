@@ -5,7 +5,7 @@ import torch
 
 from artifacts import Dense
 from runtime.parts.dense import codebook
-from runtime.smooth import FAST_PAIRS, FUNCTIONS, TOKENS, WORST, decompose, functions, is_smooth
+from runtime.smooth import FAST_PAIRS, FUNCTIONS, TOKENS, WARPS, WORST, decompose, functions, is_smooth
 from runtime.units import byte_grid, fits_bytes
 
 
@@ -34,13 +34,47 @@ def test_fast_pairs_are_not_smooth():
 
 
 def test_what_kernels_read():
-    inv_freq = frequencies(128)
-    found, (w, g) = functions(inv_freq), decompose(inv_freq)
-    torch.testing.assert_close(found[: w.numel()], w.flatten().float())
-    torch.testing.assert_close(found[w.numel() :][: g.numel()], g.flatten().float())
-    turns = found[w.numel() + g.numel() :].view(TOKENS, 64, 2)
-    angles = -31.5 * inv_freq.double()
-    torch.testing.assert_close(turns[0].double(), torch.stack([angles.cos(), angles.sin()], -1), atol=1e-7, rtol=0)
+    """By a second way: number by number, as `cuda/bytes_layout.cuh` says where it lies."""
+    inv_freq = frequencies(64)
+    pairs, (w, g), f = 32, decompose(inv_freq), inv_freq.double()
+    found = functions(inv_freq).numpy().tobytes()
+
+    def turn(angle):
+        return [angle.cos().item(), angle.sin().item()]
+
+    numbers = [
+        w[16 * tile + lane // 4 + 8 * upper, 2 * (lane % 4) + e].item()
+        for tile in range(4)
+        for lane in range(32)
+        for upper in range(2)
+        for e in range(2)
+    ]
+    numbers += g.flatten().tolist()
+    for odd in range(2):
+        for half in range(2):
+            for pair in range(FAST_PAIRS):
+                numbers += turn((16 * (2 * half + odd) - 31.5) * f[pair])
+    for token in range(16):
+        for pair in range(FAST_PAIRS):
+            numbers += turn(token * f[pair])
+    numbers += f.tolist()
+    floats = torch.frombuffer(bytearray(found[: 4 * len(numbers)]), dtype=torch.float32)
+    torch.testing.assert_close(floats, torch.tensor(numbers), atol=1e-7, rtol=1e-6)
+    pages = [number for page in range(1, WARPS + 1) for pair in range(pairs) for number in turn(64 * page * f[pair])]
+    turns = torch.frombuffer(bytearray(found[-4 * len(pages) :]), dtype=torch.float32)
+    torch.testing.assert_close(turns, torch.tensor(pages), atol=1e-7, rtol=1e-6)
+    halves = torch.frombuffer(bytearray(found[4 * len(numbers) : -4 * len(pages)]), dtype=torch.float16)
+    turned = [
+        number
+        for tile in range(4)
+        for step in range(pairs // 8)
+        for r in range(8)
+        for c in range(4)
+        for upper in range(2)
+        for e in range(2)
+        for number in turn((16 * tile + 8 * upper + r - 31.5) * f[8 * step + 2 * c + e])
+    ]
+    torch.testing.assert_close(halves.double(), torch.tensor(turned, dtype=torch.float64), atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

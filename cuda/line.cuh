@@ -1,0 +1,100 @@
+// The line of units: who does what.
+//
+// It has, of every sequence and kv head, the units of which both sides are packed, and some more that stand for all other tokens.
+// Blocks take equal stretches of it. A unit's weight is what it costs: where pages have outliers, heads that have more of them weigh
+// more, as a sample of the pages says.
+#pragma once
+
+#include "layout.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Line {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    using V = typename C::Value;
+    static constexpr bool OUTLIERS = K::SPARSE || V::SPARSE;
+    // What the other tokens of a head cost, and going on to the next head within a block, in units.
+    static constexpr int EXACT = 8, NEXT = L::BYTES ? 22 : 20;
+    // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
+    // of a block that make it worth while.
+    static constexpr int OF_A_PAGE = L::D / 8, HEADS = 32, SAMPLES = 2, WORTH = 128;
+
+    const AttendParams& params;
+    int blocks, rest;         // blocks that take part; what stands for the other tokens of a head
+    int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
+    bool weighed;
+    long long total;
+
+    // All threads of a block, two barriers among them if pages are weighed. memory: shared, int [WARPS][HEADS] for a moment.
+    __device__ __forceinline__ Line(const AttendParams& p, int warp, int lane, int* memory) : params(p), weight(1), before(0), all_weights(p.h_kv) {
+        long long units = 0;  // of one head
+        for (int i = lane; i < params.b; i += 32) units += packed(i);
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
+        const long long heads = static_cast<long long>(params.b) * params.h_kv, pages = units * params.h_kv;
+        const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
+        // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
+        const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
+        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT;
+        weighed = L::BYTES && OUTLIERS && !fewer && heads <= grid && params.h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
+        if (weighed) weigh(warp, lane, memory);
+        total = units * all_weights + heads * rest;
+    }
+
+    // Units of a head of a sequence.
+    __device__ __forceinline__ int packed(int sequence) const { return L::units(params.lengths[sequence] - params.m); }
+
+    // Of a unit of a head, and of all heads before it.
+    __device__ __forceinline__ int weight_of(int head) const { return weighed ? __shfl_sync(~0u, weight, head) : 1; }
+    __device__ __forceinline__ int before_of(int head) const { return weighed ? __shfl_sync(~0u, before, head) : head; }
+
+    // Where a block's stretch of the line begins. Doubles, because 64-bit division takes long: all blocks find the same.
+    __device__ __forceinline__ long long begin(int block) const { return static_cast<long long>(static_cast<double>(total) * block / blocks); }
+
+    // The last head of a sequence with `count` units that does not begin behind `x`, counted from where the sequence begins.
+    __device__ __forceinline__ int head_at(long long x, int count, int lane) const {
+        if (!weighed) return x <= 0 ? 0 : min(params.h_kv - 1, static_cast<int>(static_cast<double>(x) / (count + rest)));
+        const bool begun = lane < params.h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
+        return max(0, __popc(__ballot_sync(~0u, begun)) - 1);
+    }
+
+    __device__ __forceinline__ void weigh(int warp, int lane, int* memory) {
+        int rounds = 0, looked = 0;  // of head `lane`; the same for all
+#pragma unroll
+        for (int k = 0; k < SAMPLES; ++k) {
+            const int i = warp * SAMPLES + k, sequence = i % params.b, page = i / params.b;  // the first ones: their ids are known soonest
+            if (page >= packed(sequence)) continue;
+            if (lane < params.h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
+            ++looked;
+        }
+        __syncthreads();  // nobody reads this memory any more
+        memory[warp * HEADS + lane] = rounds + looked * OF_A_PAGE;
+        __syncthreads();
+        int sum = 0;
+#pragma unroll
+        for (int w = 0; w < L::WARPS; ++w) sum += memory[w * HEADS + lane];
+        weight = lane < params.h_kv ? max(sum, 1) : 0;
+        before = weight;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            const int others = __shfl_up_sync(~0u, before, far);
+            before += lane >= far ? others : 0;
+        }
+        all_weights = __shfl_sync(~0u, before, 31);
+        before -= weight;
+        rest *= all_weights / params.h_kv;
+    }
+
+    // Rounds of outliers in a page of head.
+    template <typename S>
+    static __device__ __forceinline__ int of_page(const SideParams& side, int sequence, int page, int head) {
+        if constexpr (!S::SPARSE) return 0;
+        const long long id = side.table[sequence * side.table_stride + page];
+        const unsigned* starts = reinterpret_cast<const unsigned*>(side.records + id * S::RECORD_BYTES + S::START) + head * (S::T / TILE);
+        return (static_cast<int>(starts[S::T / TILE] - starts[0]) + 31) / 32;
+    }
+};
+
+}  // namespace signpost
