@@ -131,7 +131,7 @@ struct Attend {
         }
         if (last) exact_keys();
         if constexpr (!L::APART) {
-            if (last) exact_rest();
+            if (last) exact_rest(to - from);
         }
         // The merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
         if (final) release_successor();
@@ -140,7 +140,7 @@ struct Attend {
             if (last) {
                 softmax.reset();
                 __syncthreads();  // the result's readers of the ring are done
-                exact_rest();
+                exact_rest(to - from);
                 softmax.store(gridDim.x + at.params.b * at.params.h_kv + pair);
             }
         }
@@ -159,10 +159,12 @@ struct Attend {
         if constexpr (K::RECENT + K::T > V::RECENT + L::PAGE) pages<false, true>(at.key_units, at.value_units);
     }
 
-    // All tokens whose values are exact.
-    __device__ __forceinline__ void exact_rest() {
+    // All tokens whose values are exact. count: the units that the block has of this head.
+    __device__ __forceinline__ void exact_rest(int count) {
         if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) pages<true, false>(at.value_units, at.key_units);
-        exact.tokens(K::SINKS + max(at.key_units, at.value_units) * T);
+        // Who took pages in turn, and had one less of them, goes first.
+        const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
+        exact.tokens(K::SINKS + max(at.key_units, at.value_units) * T, idle);
     }
 
     // ---- pages ----

@@ -59,12 +59,12 @@ struct Exact {
         }
     }
 
-    // Sinks, and all tokens from `first` on: 16 at a time, causal.
-    __device__ __forceinline__ void tokens(int first) {
+    // Sinks, and all tokens from `first` on: 16 at a time, causal. idle: the first team that is done with its pages.
+    __device__ __forceinline__ void tokens(int first, int idle) {
         const int sinks = min(K::SINKS, at.length), sink_tiles = (sinks + TILE - 1) / TILE;
         const int tiles = sink_tiles + (max(0, at.length - first) + TILE - 1) / TILE;
 #pragma unroll 1
-        for (int i = at.team; i < tiles; i += L::TEAMS) {
+        for (int i = at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle; i < tiles; i += L::TEAMS) {
             const int token = i < sink_tiles ? i * TILE : first + (i - sink_tiles) * TILE;
             const int end = i < sink_tiles ? sinks : at.length;
             float score[NT][4];

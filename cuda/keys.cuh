@@ -77,8 +77,8 @@ struct Keys {
         fill<L>(score, 0.f);
         if constexpr (K::BITS > 0 || K::RANK > 0) dense(stage, query.paged(turn), score);
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
-        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, score);
-        if constexpr (K::OUTLIER_SKETCH > 0) sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, score);
+        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, L::SKETCH_FACTORS, score);
+        if constexpr (K::OUTLIER_SKETCH > 0) sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, score);
     }
 
     // What all pages' zero points add to the scores of a turn.
@@ -205,35 +205,57 @@ struct Keys {
         }
     }
 
-    // score += norm of the token * (signs of the token, projected query), this warp's share of the sketch.
+    // score += norm of the token * (signs of the token, projected query), this warp's share of the sketch. A word of a token meets the query in one
+    // product of bytes: a lane takes the bits c of its bytes, and 4 + c, as they stand (query.cuh: project).
     template <int M, int STAGED>
-    __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand_offset, float (&score)[NT][4]) const {
+    __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand, int factors, float (&score)[NT][4]) const {
         constexpr int WORDS = M / 32, IN_STAGE = STAGED / 32, MINE = (WORDS + L::PARTS - 1) / L::PARTS;  // words a token; STAGED: bits in the stage
-        float sum[NT][4], odd_sum[NT][4];
-        fill<L>(sum, 0.f);
-        fill<L>(odd_sum, 0.f);
+        int sums[L::SKETCH_ROWS][4] = {};
         const unsigned* mine = reinterpret_cast<const unsigned*>(signs) + at.r * IN_STAGE + (IN_STAGE == WORDS ? at.part * MINE : 0);
-        const unsigned* operand = at.words(operand_offset);
+        const uint2* query_digits = reinterpret_cast<const uint2*>(at.shared + operand) + at.lane;
+        const unsigned low_bits = 0x01010101u << at.c, high_bits = 0x10101010u << at.c;
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
             const int w = at.part * MINE + i;
             if (WORDS % L::PARTS && w >= WORDS) break;
-            const unsigned x = mine[i] << (3 - at.c), y = mine[8 * IN_STAGE + i] << (3 - at.c);
-            auto pair = [](unsigned bits, int j) { return (bits << (12 - 4 * j) & 0x80008000u) ^ 0xBC00BC00u; };  // bit set: 1, else -1
-            const unsigned even[4] = {pair(x, 0), pair(y, 0), pair(x, 1), pair(y, 1)}, odd[4] = {pair(x, 2), pair(y, 2), pair(x, 3), pair(y, 3)};
+            const unsigned x = mine[i], y = mine[8 * IN_STAGE + i];
+            const unsigned a[4] = {x & low_bits, y & low_bits, x & high_bits, y & high_bits};
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const uint4 b = *reinterpret_cast<const uint4*>(operand + ((n * WORDS + w) * 32 + at.lane) * 4);
-                mma(sum[n], even, b.x, b.y);
-                mma(odd_sum[n], odd, b.z, b.w);
+            for (int k = 0; k < L::SKETCH_ROWS; ++k) {
+                const uint2 b = query_digits[(k * WORDS + w) * 32];
+                mma_of_unsigned(sums[k], a, b.x, b.y);
             }
         }
+        // Lanes c = 0 and 1 have the digits of an even row, 2 and 3 those of an odd one.
+        const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
         const __half* norm = reinterpret_cast<const __half*>(norms);
-        const float low = __half2float(norm[at.r]), high = __half2float(norm[at.r + 8]);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        for (int u = 0; u < 2; ++u) {
+            float total[NT][2];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) score[n][e] += (e < 2 ? low : high) * (sum[n][e] + odd_sum[n][e]);
+            for (int k = 0; k < L::SKETCH_ROWS; ++k) {
+                float x = static_cast<float>(sums[k][2 * u]) * first + static_cast<float>(sums[k][2 * u + 1]) * second;
+                x += __shfl_xor_sync(~0u, x, 1);
+#pragma unroll
+                for (int odd = 0; odd < (L::PITCH > 1 ? 2 : 1); ++odd) {
+                    const float of_row = __shfl_sync(~0u, x, 4 * at.r + 2 * odd);
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            if (L::PITCH > 1 && e != odd) continue;
+                            if (k == 0 || L::row_of(8 * n + 2 * at.c + e) / 2 == k) total[n][e] = of_row;
+                        }
+                    }
+                }
+            }
+            const float size = __half2float(norm[at.r + 8 * u]);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const float4 factor = reinterpret_cast<const float4*>(at.shared + factors)[4 * n + at.c];  // of two columns
+                score[n][2 * u] += size * (total[n][0] * factor.x - (at.part == 0 ? factor.y : 0.f));
+                score[n][2 * u + 1] += size * (total[n][1] * factor.z - (at.part == 0 ? factor.w : 0.f));
+            }
         }
     }
 };

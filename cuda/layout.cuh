@@ -70,9 +70,13 @@ struct Layout {
     static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]
     static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? ROWS * D * 4 : 0);               // f16
     static constexpr int PAGED_OPERAND = EXACT_OPERAND + QUERY_WORDS * 4;                            // f16 [buffers]
-    static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;           // f16
-    static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + K::SKETCH * COLUMNS * 2;
-    static constexpr int SHIFT = OUTLIER_OPERAND + K::OUTLIER_SKETCH * COLUMNS * 2;  // f32 [COLUMNS]: query times mean
+    // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores.
+    static constexpr int SKETCH_ROWS = (ROWS + 1) / 2;  // operands
+    static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][SKETCH / 32][32][8]
+    static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_ROWS * K::SKETCH * 8;
+    static constexpr int SKETCH_FACTORS = OUTLIER_OPERAND + SKETCH_ROWS * K::OUTLIER_SKETCH * 8;  // f32 [COLUMNS][2], also of outliers
+    static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? COLUMNS * 8 : 0);
+    static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
     // For outliers of keys: f16 [buffers][USED][D] of (what meets the channel's cosine, what meets its sine).
     static constexpr int PLAIN_QUERY = QUERY_SUM + COLUMNS * 4;

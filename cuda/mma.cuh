@@ -44,9 +44,15 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
 }
 
 // d += a b of bytes, the 16 x 8 x 32 matrix instruction: a lane's register a[0] has (row r, columns 4c ... 4c + 3), a[1] row r + 8, a[2] and
-// a[3] the columns 16 later; b0 has (rows 4c ... 4c + 3 of column r), b1 those 16 later. a is signed, b signed or unsigned.
+// a[3] the columns 16 later; b0 has (rows 4c ... 4c + 3 of column r), b1 those 16 later. a is signed, b signed or unsigned;
+// of the second one a is unsigned and b signed.
 __device__ __forceinline__ void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_of_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

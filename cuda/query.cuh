@@ -67,8 +67,8 @@ struct Query {
             }
         }
         if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
-        if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, false);
-        if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, L::OUTLIER_OPERAND, true);
+        if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, L::SKETCH_FACTORS, false);
+        if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, true);
         __syncthreads();
         if constexpr (L::KEEPS_QUERY && !L::ROPE) keep(0);
     }
@@ -76,29 +76,34 @@ struct Query {
     // q P: where pages hold keys times P. A thread multiplies a channel of all rows with a part of P, so that P is read once.
     __device__ __forceinline__ const float* rotated(const float* q) const {
         constexpr int SPLIT = L::THREADS / D > 4 ? 4 : L::THREADS / D, EACH_PART = (D + SPLIT - 1) / SPLIT;
-        static_assert(SPLIT > 0 && L::WARPS * L::WARP_BYTES >= SPLIT * ROWS * D * 4, "the ring, which is idle, holds all parts");
-        float* parts = at.floats(L::RING);
+        constexpr int ROOM = L::WARPS * L::WARP_BYTES / (SPLIT * D * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
+        static_assert(CHUNK > 0, "the ring, which is idle, holds a row's parts");
+        float* const parts = at.floats(L::RING);  // [SPLIT][CHUNK][D]
+        float* const paged = at.floats(L::PAGED_QUERY);
         const int part = threadIdx.x / D, i = threadIdx.x % D;
-        if (part < SPLIT) {
-            float x[ROWS] = {};
-#pragma unroll 16
-            for (int k = part * EACH_PART; k < min(D, (part + 1) * EACH_PART); ++k) {
-                const float p = at.params.key.rotation[k * D + i];
+#pragma unroll 1
+        for (int first = 0; first < ROWS; first += CHUNK) {
+            if (part < SPLIT) {
+                float x[CHUNK] = {};
+#pragma unroll(EACH_PART < 64 ? EACH_PART : 32)
+                for (int of = 0; of < EACH_PART; ++of) {
+                    const int k = part * EACH_PART + of;
+                    const float p = k < D ? at.params.key.rotation[k * D + i] : 0.f;
 #pragma unroll
-                for (int row = 0; row < ROWS; ++row) x[row] += q[row * D + k] * p;
+                    for (int row = 0; row < CHUNK; ++row) x[row] += q[min(first + row, ROWS - 1) * D + min(k, D - 1)] * p;
+                }
+#pragma unroll
+                for (int row = 0; row < CHUNK; ++row) parts[(part * CHUNK + row) * D + i] = x[row];
             }
+            __syncthreads();
+            for (int k = threadIdx.x; k < CHUNK * D && first * D + k < ROWS * D; k += L::THREADS) {
+                float x = 0.f;
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) parts[(part * ROWS + row) * D + i] = x[row];
+                for (int of = 0; of < SPLIT; ++of) x += parts[of * CHUNK * D + k];
+                paged[first * D + k] = x;
+            }
+            __syncthreads();
         }
-        __syncthreads();
-        float* paged = at.floats(L::PAGED_QUERY);
-        for (int k = threadIdx.x; k < ROWS * D; k += L::THREADS) {
-            float x = 0.f;
-#pragma unroll
-            for (int of = 0; of < SPLIT; ++of) x += parts[of * ROWS * D + k];
-            paged[k] = x;
-        }
-        __syncthreads();
         return paged;
     }
 
@@ -123,22 +128,68 @@ struct Query {
         }
     }
 
-    // c / M * S q as second operands: of the outlier channels or of all others.
+    // x = c / M * S q as second operands: of the outlier channels or of all others.
+    //
+    // What it meets are bits at their places in bytes: 0 or 2^p. So a number is a whole number of units / 2^p, of three bytes, digits from
+    // -128 to 127, which are three columns. With s = 2 bit - 1 the score is 2 sum(bit x) - sum(x).
     template <int M>
-    __device__ __forceinline__ void project(const float* q, const float* sketch, int operand, bool outliers) const {
-        for (int i = threadIdx.x; i < M * L::PITCH; i += L::THREADS) {
-            const int first = i / M, j = i % M;
-            float x = 0.f;
-            if (first < ROWS) {
-                for (int k = 0; k < D; ++k) {
-                    const bool wanted = K::OUTLIER_SKETCH == 0 || (at.params.key.outlier_mask[at.head * D + k] != 0) == outliers;
-                    if (wanted) x += q[first * D + k] * sketch[j * D + k];
+    __device__ __forceinline__ void project(const float* q, const float* sketch, int operand, int factors, bool outliers) const {
+        constexpr int ROOM = L::WARPS * L::WARP_BYTES / ((D + M) * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
+        static_assert(CHUNK > 0, "the ring, which is idle, holds a row's numbers");
+        float* const wanted = at.floats(L::RING);    // [CHUNK][D]
+        float* const projected = wanted + CHUNK * D;  // [CHUNK][M]
+        for (int i = threadIdx.x; i < L::SKETCH_ROWS * M * 2; i += L::THREADS) at.words(operand)[i] = 0u;  // columns that have no digit
+        for (int i = threadIdx.x; i < 2 * COLUMNS; i += L::THREADS) at.floats(factors)[i] = 0.f;           // nor row
+#pragma unroll 1
+        for (int first = 0; first < ROWS; first += CHUNK) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < CHUNK * D; i += L::THREADS) {
+                const bool there = first + i / D < ROWS && (K::OUTLIER_SKETCH == 0 || (at.params.key.outlier_mask[at.head * D + i % D] != 0) == outliers);
+                wanted[i] = there ? q[first * D + i] : 0.f;
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < M; i += L::THREADS) {
+                const float4* s = reinterpret_cast<const float4*>(sketch + i * D);
+                float x[CHUNK] = {};
+#pragma unroll 8
+                for (int k = 0; k < D / 4; ++k) {
+                    const float4 y = s[k];
+#pragma unroll
+                    for (int row = 0; row < CHUNK; ++row) {
+                        const float4 z = reinterpret_cast<const float4*>(wanted + row * D)[k];
+                        x[row] += y.x * z.x + y.y * z.y + (y.z * z.z + y.w * z.w);
+                    }
                 }
+#pragma unroll
+                for (int row = 0; row < CHUNK; ++row) projected[row * M + i] = x[row] * (K::UNBIASING / M);
             }
-            const int w = j / 32, bit = j % 32, b = bit % 16;
-            for (int n = first; n < COLUMNS; n += L::PITCH) {
-                at.halves(operand)[(((n / 8 * (M / 32) + w) * 32 + 4 * (n % 8) + b % 4) * 4 + b / 4) * 2 + bit / 16] = to_half(x * (K::UNBIASING / M));
+            __syncthreads();
+            for (int row = at.warp; row < CHUNK && first + row < ROWS; row += L::WARPS) digits<M>(projected + row * M, first + row, operand, factors);
+        }
+    }
+
+    // Of one row, a warp.
+    template <int M>
+    __device__ __forceinline__ void digits(const float* x, int row, int operand, int factors) const {
+        float most = 0.f, sum = 0.f;
+        for (int j = at.lane; j < M; j += 32) most = fmaxf(most, fabsf(x[j])), sum += x[j];
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) {
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+            sum += __shfl_xor_sync(~0u, sum, mask);
+        }
+        const float units = 8.3e6f / fmaxf(most, 1e-20f);  // three digits reach 8355711
+        for (int j = at.lane; j < M; j += 32) {
+            const int p = j % 8, b = j % 32 / 8;
+            int number = __float2int_rn(x[j] * units / static_cast<float>(1 << p));
+            for (int digit = 0; digit < 3; ++digit) {
+                const int low = (number + 128 & 255) - 128;
+                at.shared[operand + (((row / 2 * (M / 32) + j / 32) * 32 + 4 * (row % 2 * 4 + digit) + p % 4) * 2 + p / 4) * 4 + b] = static_cast<unsigned char>(low);
+                number = (number - low) / 256;
             }
+        }
+        for (int n = at.lane; n < COLUMNS; n += 32) {
+            if (L::row_of(n) == row) reinterpret_cast<float2*>(at.shared + factors)[n] = make_float2(2.f / units, sum);
         }
     }
 

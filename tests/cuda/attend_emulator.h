@@ -136,6 +136,7 @@ void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     }
 }
 inline void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, signed char>(d, a, b0, b1); }
+inline void mma_of_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<unsigned char, signed char>(d, a, b0, b1); }
 inline void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, unsigned char>(d, a, b0, b1); }
 
 inline unsigned masked(unsigned a, unsigned b) { return a & b; }
@@ -184,6 +185,7 @@ void copy_async(unsigned to, const void* from) {
         std::abort();
     }
     emulator::current->copies.push_back({shared_memory() + to, from, BYTES});
+    emulator::seen(shared_memory() + to, BYTES, true, __builtin_return_address(0));
 }
 inline void await_predecessor() {}
 inline void release_successor() {}
@@ -195,7 +197,10 @@ template <int PENDING>
 void copy_wait() {
     auto& pending = emulator::current->pending;
     while (pending.size() > PENDING) {
-        for (const emulator::Copy& copy : pending.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+        for (const emulator::Copy& copy : pending.front()) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+            emulator::seen(copy.to, copy.bytes, true, __builtin_return_address(0));
+        }
         pending.erase(pending.begin());
     }
 }
@@ -224,7 +229,7 @@ inline void group_barrier(int id, int threads) {
 inline void store_shared(unsigned to, __half x) { *reinterpret_cast<__half*>(shared_memory() + to) = x; }
 inline void store_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) = x; }
 inline void clear_shared16(unsigned to) { std::memset(shared_memory() + to, 0, 16); }
-inline void or_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) |= x; }
+SIGNPOST_ATOMIC inline void or_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) |= x; }
 inline unsigned load_shared(unsigned from) { return *reinterpret_cast<const unsigned*>(shared_memory() + from); }
 template <int OFFSET>
 void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {

@@ -1,6 +1,7 @@
 // Runs CUDA kernels on a CPU, one fiber a thread, so that kernels are tested where there is no GPU. Threads of a warp run one
 // after the other and meet at shuffles and votes; those of a block at barriers; those of a cluster at its barrier. What it does not
-// show: races, since a fiber runs until it has to wait; alignment faults; contraction of products and sums (built without).
+// show: alignment faults; contraction of products and sums (built without); races, since a fiber runs until it has to wait, but where it
+// is built with -DSIGNPOST_RACES (races.h).
 #pragma once
 
 #include <algorithm>
@@ -66,6 +67,7 @@ struct Barrier {
     int members = 0, arrived = 0;
     unsigned generation = 0;
     uint64_t votes[2] = {0, 0};
+    uint32_t warps = 0;  // that have arrived
 };
 
 struct Warp {
@@ -116,17 +118,29 @@ inline jmp_buf scheduler;
 inline ucontext_t scheduler_context;
 inline void (*body)();
 inline uint64_t progress;  // meetings and fibers that have ended
+}  // namespace emulator
+
+#ifdef SIGNPOST_RACES
+#include "races.h"
+#endif
+
+namespace emulator {
 
 inline void wait() {
     if (!_setjmp(current->state)) _longjmp(scheduler, 1);
 }
 
+inline void met(Barrier& barrier);
+inline void seen(const void* address, size_t size, bool write, void* pc);
+
 // Waits for all members; returns the generation that met.
 inline unsigned meet(Barrier& barrier, uint64_t vote = 0) {
     const unsigned mine = barrier.generation;
     barrier.votes[mine % 2] |= vote;
+    barrier.warps |= 1u << current->thread / 32;
     if (++barrier.arrived == barrier.members) {
         barrier.arrived = 0;
+        met(barrier);
         barrier.votes[(mine + 1) % 2] = 0;
         ++barrier.generation;
         ++progress;
@@ -189,6 +203,9 @@ void launch(Kernel kernel, int blocks, int sequences, int layers, int threads, i
                 std::memset(block.memory.get(), fill, shared_bytes + 256);
                 block.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.memory.get()) + 127) / 128 * 128);
                 block.cluster = &cluster;
+#ifdef SIGNPOST_RACES
+                races::start(block.shared, shared_bytes);
+#endif
                 for (int t = 0; t < threads; ++t) {
                     fibers[i * threads + t].thread = t;
                     fibers[i * threads + t].block = &block;
@@ -219,11 +236,25 @@ void launch(Kernel kernel, int blocks, int sequences, int layers, int threads, i
                     std::abort();
                 }
             }
+#ifdef SIGNPOST_RACES
+            races::stop();
+#endif
         }
     }
 }
 
 }  // namespace emulator
+
+#ifdef SIGNPOST_RACES
+inline void emulator::met(Barrier& barrier) {
+    if (&barrier != &warp().barrier) races::join(barrier.warps);
+    barrier.warps = 0;
+}
+#else
+#define SIGNPOST_ATOMIC
+inline void emulator::met(Barrier&) {}
+inline void emulator::seen(const void*, size_t, bool, void*) {}
+#endif
 
 #define threadIdx (emulator::Index{emulator::current->thread, 0, 0})
 #define blockIdx (emulator::current->block->index)
@@ -280,13 +311,13 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     return sum;
 }
 template <typename N>
-N atomicOr(N* to, N x) {
+SIGNPOST_ATOMIC N atomicOr(N* to, N x) {
     const N before = *to;
     *to |= x;
     return before;
 }
 template <typename N>
-N atomicAdd(N* to, N x) {
+SIGNPOST_ATOMIC N atomicAdd(N* to, N x) {
     const N before = *to;
     *to += x;
     return before;

@@ -34,9 +34,10 @@ def folder() -> Path:
 
 
 @functools.cache
-def build(source: str) -> ctypes.CDLL:
-    """The unit as a library of this machine: attend(grid, tiles, params), merge(pairs, tiles, params)."""
-    path = folder() / f"{abs(hash(source))}.cpp"
+def build(source: str, races: bool = False) -> ctypes.CDLL:
+    """The unit as a library of this machine: attend(grid, tiles, params), merge(pairs, tiles, params). races: it finds
+    those in shared memory, and `races_found()` says how many."""
+    path = folder() / f"{abs(hash((source, races)))}.cpp"
     for before, after in (
         (
             "extern __shared__ __align__(128) unsigned char shared[];",
@@ -51,18 +52,24 @@ def build(source: str) -> ctypes.CDLL:
         source = source.replace(before, after)
     threads = "static_cast<int>(Shape::D)"
     path.write_text(
-        f'#include "attend_emulator.h"\n{source}'
-        'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
+        ("#define SIGNPOST_RACES\n" if races else "")
+        + f'#include "attend_emulator.h"\n{source}'
+        + ('extern "C" int races_found() { return races::found; }\n' if races else "")
+        + 'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
         'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
         'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
         f"    emulator::launch([&] {{ merge(*params); }}, pairs, tiles, 1, {threads}, 1, 16384, 0xFF);\n}}\n"
     )
-    library = path.with_suffix(".so")
-    command = ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:3000]
+    unit, library = path.with_suffix(".o"), path.with_suffix(".so")
+    command = ["g++", "-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-fPIC"]
+    command += (
+        ["-fsanitize=thread", "-fno-gnu-unique"] if races else []
+    )  # not linked: tests/cuda/races.h takes its place
+    command += [f"-I{HERE}", f"-I{kernel_folder()}", "-c", "-o", str(unit), str(path)]
+    for step in (command, ["g++", "-shared", "-o", str(library), str(unit), "-ldl"]):
+        done = subprocess.run(step, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(library))
 
 

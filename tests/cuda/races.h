@@ -1,0 +1,136 @@
+// Finds races in shared memory of an emulated block: two accesses to a byte, one of them a write, that nothing orders. Compiled with
+// -fsanitize=thread (but not linked with it), so that every access calls one of the functions at the end.
+//
+// Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by any meeting of the warp. Atomic
+// operations are not looked at (SIGNPOST_ATOMIC). An asynchronous copy may write from when it is asked for until it is waited for.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <array>
+
+#define SIGNPOST_ATOMIC __attribute__((no_sanitize("thread")))
+#define SIGNPOST_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+
+namespace races {
+
+constexpr int WARPS = 16;
+using Clock = std::array<uint32_t, WARPS>;
+
+struct Access {
+    uint32_t clock = 0;  // of the warp; 0: there was none
+    uint32_t meeting = 0;
+    uint8_t warp = 0, lane = 0;
+};
+struct Byte {
+    Access write;
+    std::array<Access, WARPS> reads;  // the last one of each warp; lane 255: of several lanes since the warp met
+};
+
+inline std::array<Clock, WARPS> clocks;
+inline std::vector<Byte> bytes;
+inline const unsigned char* begin = nullptr;  // of what is watched
+inline size_t length = 0;
+inline int found = 0;
+inline bool looking = false;
+
+SIGNPOST_UNSEEN inline void start(const unsigned char* shared, size_t size) {
+    looking = true;
+    begin = shared, length = size;
+    bytes.assign(size, Byte());
+    for (int w = 0; w < WARPS; ++w) {
+        clocks[w].fill(0);
+        clocks[w][w] = 1;
+    }
+    looking = false;
+}
+SIGNPOST_UNSEEN inline void stop() { length = 0; }
+
+// The warps of a mask have met.
+SIGNPOST_UNSEEN inline void join(uint32_t warps) {
+    Clock all{};
+    for (int w = 0; w < WARPS; ++w) {
+        for (int i = 0; i < WARPS && (warps >> w & 1); ++i) all[i] = all[i] < clocks[w][i] ? clocks[w][i] : all[i];
+    }
+    for (int w = 0; w < WARPS; ++w) {
+        if (!(warps >> w & 1)) continue;
+        clocks[w] = all;
+        ++clocks[w][w];
+    }
+}
+
+SIGNPOST_UNSEEN inline bool ordered(const Access& before, int warp, int lane, uint32_t meeting) {
+    if (!before.clock) return true;
+    if (before.warp != warp) return before.clock <= clocks[warp][before.warp];
+    return before.lane == lane || before.meeting != meeting || before.clock < clocks[warp][warp];
+}
+
+SIGNPOST_UNSEEN inline void report(const char* what, size_t at, const Access& before, int warp, int lane, void* pc) {
+    if (++found > 20) return;
+    Dl_info where{};
+    dladdr(pc, &where);
+    std::fprintf(stderr, "race: %s byte %zu of shared memory, warp %d lane %d, before it warp %d lane %d, at %s+0x%zx\n", what, at, warp, lane, before.warp, before.lane,
+                 where.dli_fname ? where.dli_fname : "?", reinterpret_cast<size_t>(pc) - reinterpret_cast<size_t>(where.dli_fbase));
+}
+
+SIGNPOST_UNSEEN inline void access(const void* address, size_t size, bool write, int thread, uint32_t meeting, void* pc) {
+    const unsigned char* from = static_cast<const unsigned char*>(address);
+    const int warp = thread / 32, lane = thread % 32;
+    const Access now{clocks[warp][warp], meeting, static_cast<uint8_t>(warp), static_cast<uint8_t>(lane)};
+    for (size_t i = from - begin; i < from - begin + size && i < bytes.size(); ++i) {
+        Byte& byte = bytes[i];
+        if (!ordered(byte.write, warp, lane, meeting)) report(write ? "two writes of" : "a read after a write of", i, byte.write, warp, lane, pc);
+        if (write) {
+            for (const Access& read : byte.reads) {
+                if (!ordered(read, warp, lane, meeting)) report("a write after a read of", i, read, warp, lane, pc);
+            }
+            byte.write = now;
+            byte.reads.fill(Access());
+        } else {
+            Access& mine = byte.reads[warp];
+            const bool several = mine.clock == now.clock && mine.meeting == meeting && mine.lane != lane;
+            mine = now;
+            if (several) mine.lane = 255;
+        }
+    }
+}
+
+}  // namespace races
+
+namespace emulator {
+SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, bool write, void* pc) {
+    const unsigned char* at = static_cast<const unsigned char*>(address);
+    if (races::looking || at < races::begin || at >= races::begin + races::length) return;  // what is called from here is instrumented too
+    races::looking = true;
+    races::access(address, size, write, current->thread, current->block->warps[current->thread / 32].barrier.generation, pc);
+    races::looking = false;
+}
+}  // namespace emulator
+
+#define SIGNPOST_SEES(name, size, write) \
+    extern "C" SIGNPOST_UNSEEN void __tsan_##name(void* address) { emulator::seen(address, size, write, __builtin_return_address(0)); }
+SIGNPOST_SEES(read1, 1, false)
+SIGNPOST_SEES(read2, 2, false)
+SIGNPOST_SEES(read4, 4, false)
+SIGNPOST_SEES(read8, 8, false)
+SIGNPOST_SEES(read16, 16, false)
+SIGNPOST_SEES(write1, 1, true)
+SIGNPOST_SEES(write2, 2, true)
+SIGNPOST_SEES(write4, 4, true)
+SIGNPOST_SEES(write8, 8, true)
+SIGNPOST_SEES(write16, 16, true)
+SIGNPOST_SEES(unaligned_read2, 2, false)
+SIGNPOST_SEES(unaligned_read4, 4, false)
+SIGNPOST_SEES(unaligned_read8, 8, false)
+SIGNPOST_SEES(unaligned_read16, 16, false)
+SIGNPOST_SEES(unaligned_write2, 2, true)
+SIGNPOST_SEES(unaligned_write4, 4, true)
+SIGNPOST_SEES(unaligned_write8, 8, true)
+SIGNPOST_SEES(unaligned_write16, 16, true)
+extern "C" SIGNPOST_UNSEEN void __tsan_read_range(void* address, unsigned long size) { emulator::seen(address, size, false, __builtin_return_address(0)); }
+extern "C" SIGNPOST_UNSEEN void __tsan_write_range(void* address, unsigned long size) { emulator::seen(address, size, true, __builtin_return_address(0)); }
+extern "C" SIGNPOST_UNSEEN void __tsan_func_entry(void*) {}
+extern "C" SIGNPOST_UNSEEN void __tsan_func_exit() {}
+extern "C" SIGNPOST_UNSEEN void __tsan_vptr_update(void*, void*) {}
+extern "C" SIGNPOST_UNSEEN void __tsan_vptr_read(void*) {}
+extern "C" SIGNPOST_UNSEEN void __tsan_init() {}
