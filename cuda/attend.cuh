@@ -53,7 +53,7 @@ struct Attend {
         for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
         for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
         copy_commit();
-        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING + 2048));
+        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));
         if constexpr (!L::BYTES) key_outliers.prepare();
         copy_wait<0>();
         __syncthreads();
@@ -185,8 +185,10 @@ struct Attend {
         const int count = HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS;
         if (count <= 0) return;  // the warps of a group leave together
         const SideParams &key = at.params.key, &value = at.params.value;
-        Feed<L, K, KeyStage, KB> key_feed(key.heads, key.records, key.table + at.sequence * key.table_stride, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
-        Feed<L, V, ValueStage, VF> value_feed(value.heads, value.records, value.table + at.sequence * value.table_stride, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
+        const int* const key_table = key.table + at.sequence * key.table_stride;
+        const int* const value_table = value.table + at.sequence * value.table_stride;
+        Feed<L, K, KeyStage, KB> key_feed(key.heads, key.records, key_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
+        Feed<L, V, ValueStage, VF> value_feed(value.heads, value.records, value_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
         auto feed_key = [&](unsigned char* stage) {
             if constexpr (KP) key_feed.copy(stage);
             else copy_commit();

@@ -63,7 +63,8 @@ struct BytePages {
         FastTurn rope;
         const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
         rope.load(
-            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c, [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
+            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c,
+            [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
             [&](int s, const uint4& x) { zero_keys[s * 32] = x; });
 #pragma unroll
         for (int s = 0; s < B::FAST; ++s) {

@@ -64,7 +64,8 @@ struct Keys {
         if constexpr (L::ROPE) {
             uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
             rope.load(
-                [&](int token, int pair) { return at.params.rope[token * (K::ROPE_DIM / 2) + pair]; }, at.tile * TILE, at.step(0), at.r, at.c, [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
+                [&](int token, int pair) { return at.params.rope[token * (K::ROPE_DIM / 2) + pair]; }, at.tile * TILE, at.step(0), at.r, at.c,
+                [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
                 [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_ZERO)[channel] : 0.f; },
                 [&](int s, const uint4& x) {
                     if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[s * 32] = x;
@@ -78,7 +79,9 @@ struct Keys {
         if constexpr (K::BITS > 0 || K::RANK > 0) dense(stage, query.paged(turn), score);
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
         if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, L::SKETCH_FACTORS, score);
-        if constexpr (K::OUTLIER_SKETCH > 0) sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, score);
+        if constexpr (K::OUTLIER_SKETCH > 0) {
+            sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, score);
+        }
     }
 
     // What all pages' zero points add to the scores of a turn.

@@ -210,11 +210,11 @@ template <typename Shape>
 struct Plan {
     // Four slots a warp hide the memory's latency, eight also that of outliers' lists.
     using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>,  //
-        Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<4, 64, 1, 0>,  // by bytes
+        Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>, Choice<3, 64, 1, 0>,  // by bytes
         Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
         Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
         Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
-        Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>>::Config;
+        Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>::Config;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
     static_assert(SHARED <= SIGNPOST_SHARED, "no choice fits");

@@ -1,8 +1,8 @@
 // The line of units: who does what.
 //
 // It has, of every sequence and kv head, the units of which both sides are packed, and some more that stand for all other tokens.
-// Blocks take equal stretches of it. A unit's weight is what it costs: where pages have outliers, heads that have more of them weigh
-// more, as a sample of the pages says.
+// Blocks take equal stretches of it. A unit's weight is what it costs: where pages go by bytes and have outliers, and blocks have many of them,
+// heads that have more outliers weigh more, as a sample of the pages says.
 #pragma once
 
 #include "layout.cuh"
@@ -19,6 +19,7 @@ struct Line {
     static constexpr int EXACT = 8, NEXT = L::BYTES ? 22 : 20;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
     // of a block that make it worth while.
+    static_assert(L::WARPS * L::WARP_BYTES >= L::WARPS * 32 * 4, "the ring, which is idle, holds what warps counted");
     static constexpr int OF_A_PAGE = L::D / 8, HEADS = 32, SAMPLES = 2, WORTH = 128;
 
     const AttendParams& params;
@@ -27,7 +28,7 @@ struct Line {
     bool weighed;
     long long total;
 
-    // All threads of a block, two barriers among them if pages are weighed. memory: shared, int [WARPS][HEADS] for a moment.
+    // All threads of a block, one barrier if pages are weighed. memory: shared, int [WARPS][HEADS] for a moment.
     __device__ __forceinline__ Line(const AttendParams& p, int warp, int lane, int* memory) : params(p), weight(1), before(0), all_weights(p.h_kv) {
         long long units = 0;  // of one head
         for (int i = lane; i < params.b; i += 32) units += packed(i);
@@ -69,7 +70,6 @@ struct Line {
             if (lane < params.h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
             ++looked;
         }
-        __syncthreads();  // nobody reads this memory any more
         memory[warp * HEADS + lane] = rounds + looked * OF_A_PAGE;
         __syncthreads();
         int sum = 0;

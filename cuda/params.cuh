@@ -31,7 +31,7 @@ struct AttendParams {
     const int* offsets;   // [b] position of token 0
     const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]
     const float* inv_freq;
-    const unsigned char* functions;  // runtime/smooth.py
+    const unsigned char* functions;  // u8: what runtime/smooth.py makes, which ByteLayout begins with
     long long q_sequence, q_token, q_head;
     float rope_scaling;
     float scale;  // of scores, times log2(e)

@@ -75,15 +75,15 @@ struct Query {
 
     // q P: where pages hold keys times P. A thread multiplies a channel of all rows with a part of P, so that P is read once.
     __device__ __forceinline__ const float* rotated(const float* q) const {
-        constexpr int SPLIT = L::THREADS / D > 4 ? 4 : L::THREADS / D, EACH_PART = (D + SPLIT - 1) / SPLIT;
+        constexpr int SPLIT = L::THREADS >= 4 * D ? 4 : L::THREADS >= D ? L::THREADS / D : 1, EACH_PART = (D + SPLIT - 1) / SPLIT;
         constexpr int ROOM = L::WARPS * L::WARP_BYTES / (SPLIT * D * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
         static_assert(CHUNK > 0, "the ring, which is idle, holds a row's parts");
         float* const parts = at.floats(L::RING);  // [SPLIT][CHUNK][D]
         float* const paged = at.floats(L::PAGED_QUERY);
-        const int part = threadIdx.x / D, i = threadIdx.x % D;
 #pragma unroll 1
         for (int first = 0; first < ROWS; first += CHUNK) {
-            if (part < SPLIT) {
+            for (int mine = threadIdx.x; mine < SPLIT * D; mine += L::THREADS) {
+                const int part = mine / D, i = mine % D;
                 float x[CHUNK] = {};
 #pragma unroll(EACH_PART < 64 ? EACH_PART : 32)
                 for (int of = 0; of < EACH_PART; ++of) {

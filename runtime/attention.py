@@ -107,7 +107,6 @@ class PagedAttention:
         self._inv_freq = rotation.inv_freq.to(self.device)
         self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
         self._functions = smooth.functions(rotation.inv_freq).to(self.device) if self.by_bytes else None
-        self._partials: dict[tuple[int, int, int], Tensor] = {}
 
     @staticmethod
     def _device(device: torch.device | str | int) -> torch.device:

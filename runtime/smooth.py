@@ -43,7 +43,7 @@ def is_smooth(inv_freq: Tensor) -> bool:
 
 @cache  # layers of a model ask for the same ones
 def _is_smooth(frequencies: tuple[float, ...]) -> bool:
-    if len(frequencies) <= FAST_PAIRS:
+    if len(frequencies) <= FAST_PAIRS or len(frequencies) % 32:  # kernels have 32 pairs to a warp
         return False
     inv_freq = torch.tensor(frequencies, dtype=torch.float64)
     w, g = decompose(inv_freq)

@@ -185,7 +185,7 @@ void copy_async(unsigned to, const void* from) {
         std::abort();
     }
     emulator::current->copies.push_back({shared_memory() + to, from, BYTES});
-    emulator::seen(shared_memory() + to, BYTES, true, __builtin_return_address(0));
+    SIGNPOST_SEEN(shared_memory() + to, BYTES, COPY_BEGINS);
 }
 inline void await_predecessor() {}
 inline void release_successor() {}
@@ -199,7 +199,7 @@ void copy_wait() {
     while (pending.size() > PENDING) {
         for (const emulator::Copy& copy : pending.front()) {
             std::memcpy(copy.to, copy.from, copy.bytes);
-            emulator::seen(copy.to, copy.bytes, true, __builtin_return_address(0));
+            SIGNPOST_SEEN(copy.to, copy.bytes, COPY_ENDS);
         }
         pending.erase(pending.begin());
     }
@@ -228,11 +228,15 @@ inline void group_barrier(int id, int threads) {
 
 inline void store_shared(unsigned to, __half x) { *reinterpret_cast<__half*>(shared_memory() + to) = x; }
 inline void store_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) = x; }
-inline void clear_shared16(unsigned to) { std::memset(shared_memory() + to, 0, 16); }
+inline void clear_shared16(unsigned to) {
+    std::memset(shared_memory() + to, 0, 16);
+    SIGNPOST_SEEN(shared_memory() + to, 16, WRITE);
+}
 SIGNPOST_ATOMIC inline void or_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) |= x; }
 inline unsigned load_shared(unsigned from) { return *reinterpret_cast<const unsigned*>(shared_memory() + from); }
 template <int OFFSET>
 void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {
+    if (wanted) SIGNPOST_SEEN(shared_memory() + from + OFFSET, 16, READ);
     if (wanted) std::memcpy(a, shared_memory() + from + OFFSET, 16);
     else std::memset(a, 0, 16);
 }

@@ -131,7 +131,6 @@ inline void wait() {
 }
 
 inline void met(Barrier& barrier);
-inline void seen(const void* address, size_t size, bool write, void* pc);
 
 // Waits for all members; returns the generation that met.
 inline unsigned meet(Barrier& barrier, uint64_t vote = 0) {
@@ -252,8 +251,8 @@ inline void emulator::met(Barrier& barrier) {
 }
 #else
 #define SIGNPOST_ATOMIC
+#define SIGNPOST_SEEN(address, size, kind)
 inline void emulator::met(Barrier&) {}
-inline void emulator::seen(const void*, size_t, bool, void*) {}
 #endif
 
 #define threadIdx (emulator::Index{emulator::current->thread, 0, 0})

@@ -1,8 +1,9 @@
 // Finds races in shared memory of an emulated block: two accesses to a byte, one of them a write, that nothing orders. Compiled with
 // -fsanitize=thread (but not linked with it), so that every access calls one of the functions at the end.
 //
-// Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by any meeting of the warp. Atomic
-// operations are not looked at (SIGNPOST_ATOMIC). An asynchronous copy may write from when it is asked for until it is waited for.
+// Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by __syncwarp and by what of hardware runs in
+// lockstep: shuffles, votes and matrix products. Atomic operations are not looked at (SIGNPOST_ATOMIC). From when an asynchronous copy is asked for until
+// it is waited for, nobody else may touch where it writes.
 #pragma once
 
 #include <dlfcn.h>
@@ -24,6 +25,7 @@ struct Access {
 };
 struct Byte {
     Access write;
+    bool copied = false;              // now: by an asynchronous copy
     std::array<Access, WARPS> reads;  // the last one of each warp; lane 255: of several lanes since the warp met
 };
 
@@ -73,12 +75,17 @@ SIGNPOST_UNSEEN inline void report(const char* what, size_t at, const Access& be
                  where.dli_fname ? where.dli_fname : "?", reinterpret_cast<size_t>(pc) - reinterpret_cast<size_t>(where.dli_fbase));
 }
 
-SIGNPOST_UNSEEN inline void access(const void* address, size_t size, bool write, int thread, uint32_t meeting, void* pc) {
+enum class Kind { READ, WRITE, COPY_BEGINS, COPY_ENDS };
+
+SIGNPOST_UNSEEN inline void access(const void* address, size_t size, Kind kind, int thread, uint32_t meeting, void* pc) {
+    const bool write = kind != Kind::READ;
     const unsigned char* from = static_cast<const unsigned char*>(address);
     const int warp = thread / 32, lane = thread % 32;
     const Access now{clocks[warp][warp], meeting, static_cast<uint8_t>(warp), static_cast<uint8_t>(lane)};
     for (size_t i = from - begin; i < from - begin + size && i < bytes.size(); ++i) {
         Byte& byte = bytes[i];
+        if (byte.copied && kind != Kind::COPY_ENDS) report("during a copy to", i, byte.write, warp, lane, pc);
+        if (kind == Kind::COPY_BEGINS || kind == Kind::COPY_ENDS) byte.copied = kind == Kind::COPY_BEGINS;
         if (!ordered(byte.write, warp, lane, meeting)) report(write ? "two writes of" : "a read after a write of", i, byte.write, warp, lane, pc);
         if (write) {
             for (const Access& read : byte.reads) {
@@ -98,37 +105,38 @@ SIGNPOST_UNSEEN inline void access(const void* address, size_t size, bool write,
 }  // namespace races
 
 namespace emulator {
-SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, bool write, void* pc) {
+SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, races::Kind kind, void* pc) {
     const unsigned char* at = static_cast<const unsigned char*>(address);
     if (races::looking || at < races::begin || at >= races::begin + races::length) return;  // what is called from here is instrumented too
     races::looking = true;
-    races::access(address, size, write, current->thread, current->block->warps[current->thread / 32].barrier.generation, pc);
+    races::access(address, size, kind, current->thread, current->block->warps[current->thread / 32].barrier.generation, pc);
     races::looking = false;
 }
 }  // namespace emulator
 
-#define SIGNPOST_SEES(name, size, write) \
-    extern "C" SIGNPOST_UNSEEN void __tsan_##name(void* address) { emulator::seen(address, size, write, __builtin_return_address(0)); }
-SIGNPOST_SEES(read1, 1, false)
-SIGNPOST_SEES(read2, 2, false)
-SIGNPOST_SEES(read4, 4, false)
-SIGNPOST_SEES(read8, 8, false)
-SIGNPOST_SEES(read16, 16, false)
-SIGNPOST_SEES(write1, 1, true)
-SIGNPOST_SEES(write2, 2, true)
-SIGNPOST_SEES(write4, 4, true)
-SIGNPOST_SEES(write8, 8, true)
-SIGNPOST_SEES(write16, 16, true)
-SIGNPOST_SEES(unaligned_read2, 2, false)
-SIGNPOST_SEES(unaligned_read4, 4, false)
-SIGNPOST_SEES(unaligned_read8, 8, false)
-SIGNPOST_SEES(unaligned_read16, 16, false)
-SIGNPOST_SEES(unaligned_write2, 2, true)
-SIGNPOST_SEES(unaligned_write4, 4, true)
-SIGNPOST_SEES(unaligned_write8, 8, true)
-SIGNPOST_SEES(unaligned_write16, 16, true)
-extern "C" SIGNPOST_UNSEEN void __tsan_read_range(void* address, unsigned long size) { emulator::seen(address, size, false, __builtin_return_address(0)); }
-extern "C" SIGNPOST_UNSEEN void __tsan_write_range(void* address, unsigned long size) { emulator::seen(address, size, true, __builtin_return_address(0)); }
+#define SIGNPOST_SEEN(address, size, kind) emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0))
+#define SIGNPOST_SEES(name, size, kind) \
+    extern "C" SIGNPOST_UNSEEN void __tsan_##name(void* address) { emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0)); }
+SIGNPOST_SEES(read1, 1, READ)
+SIGNPOST_SEES(read2, 2, READ)
+SIGNPOST_SEES(read4, 4, READ)
+SIGNPOST_SEES(read8, 8, READ)
+SIGNPOST_SEES(read16, 16, READ)
+SIGNPOST_SEES(write1, 1, WRITE)
+SIGNPOST_SEES(write2, 2, WRITE)
+SIGNPOST_SEES(write4, 4, WRITE)
+SIGNPOST_SEES(write8, 8, WRITE)
+SIGNPOST_SEES(write16, 16, WRITE)
+SIGNPOST_SEES(unaligned_read2, 2, READ)
+SIGNPOST_SEES(unaligned_read4, 4, READ)
+SIGNPOST_SEES(unaligned_read8, 8, READ)
+SIGNPOST_SEES(unaligned_read16, 16, READ)
+SIGNPOST_SEES(unaligned_write2, 2, WRITE)
+SIGNPOST_SEES(unaligned_write4, 4, WRITE)
+SIGNPOST_SEES(unaligned_write8, 8, WRITE)
+SIGNPOST_SEES(unaligned_write16, 16, WRITE)
+extern "C" SIGNPOST_UNSEEN void __tsan_read_range(void* address, unsigned long size) { emulator::seen(address, size, races::Kind::READ, __builtin_return_address(0)); }
+extern "C" SIGNPOST_UNSEEN void __tsan_write_range(void* address, unsigned long size) { emulator::seen(address, size, races::Kind::WRITE, __builtin_return_address(0)); }
 extern "C" SIGNPOST_UNSEEN void __tsan_func_entry(void*) {}
 extern "C" SIGNPOST_UNSEEN void __tsan_func_exit() {}
 extern "C" SIGNPOST_UNSEEN void __tsan_vptr_update(void*, void*) {}

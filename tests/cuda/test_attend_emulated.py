@@ -160,9 +160,16 @@ def with_outliers(share: float, bits: int = 2, codebook: str = "nuq") -> LayerFo
     )
 
 
+WEIGHED = [64 * 200 + 70]  # so many pages a block that looking at some of them is worth while
+
+
 def test_heads_are_weighed_by_their_outliers():
-    """So many pages a block that looking at some of them is worth while."""
-    check(case(with_outliers(0.02), d=64), [64 * 200 + 70, 300])
+    check(case(with_outliers(0.02), d=64), WEIGHED)
+
+
+def test_fewer_blocks_where_heads_are_few():
+    check(case(with_outliers(0.02), d=64), [300])
+    check(case(kivi(2)), [300])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

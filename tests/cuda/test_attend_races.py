@@ -8,7 +8,7 @@ import pytest
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
 from runtime.attention import _NAMES, _Attend
 from runtime.units import MOST_ROWS, attend_unit
-from tests.cuda.test_attend_emulated import Emulated, Module, build, case
+from tests.cuda.test_attend_emulated import WEIGHED, Emulated, Module, build, case, with_outliers
 from tests.formats import Case, kivi, kvquant
 from tests.gpu import paged
 
@@ -44,37 +44,68 @@ def test_no_races(formats, g, monkeypatch):
 
 def test_no_races_of_factors_sketches_and_rotations(monkeypatch):
     value = Format(64, Dense(2, "token", 32), lowrank=LowRank(4, 2), rotate=Rotate("haar"))
-    formats = LayerFormat(Format(64, sketch=Sketch(64, "orthogonal", 8, 32)), value)
-    assert races(case(formats, 4), [300, 65], monkeypatch) == 0
+    key = Format(64, sketch=Sketch(64, "orthogonal", 8, 32))
+    for h_q in (2, 8):
+        assert races(case(LayerFormat(key, value), h_q), [300, 65], monkeypatch) == 0
+
+
+@pytest.mark.parametrize("d", [128, 256])
+def test_no_races_of_rotated_keys(d, monkeypatch):
+    turned = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+    assert races(case(LayerFormat(turned, turned), 4, d=d), [300, 65], monkeypatch) == 0
+
+
+def test_no_races_of_two_warps_a_tile(monkeypatch):
+    factors = Format(64, Dense(2, "channel", 32), lowrank=LowRank(4, 2))
+    assert races(case(LayerFormat(factors, factors), 4, d=256), [300, 65], monkeypatch) == 0
+
+
+def test_no_races_where_heads_are_weighed(monkeypatch):
+    assert races(case(with_outliers(0.02), d=64), WEIGHED, monkeypatch) == 0
 
 
 KERNEL = """
 struct Shape {{ static constexpr int D = 128; }};
 struct Plan {{ static constexpr int THREADS = 64, SHARED = 1024; }};
-inline void attend(const signpost::AttendParams&) {{
+inline void attend(const signpost::AttendParams& params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     int* numbers = reinterpret_cast<int*>(shared);
     numbers[threadIdx.x] = 1;
     {meeting}
-    const volatile int other = numbers[{other}];
+    {then}
 }}
 inline void merge(const signpost::MergeParams&) {{ __shared__ float shared[2]; }}
 """
 
 
+NEXT_WARP, NEXT_LANE = (
+    "const volatile int x = numbers[(threadIdx.x + 32) % 64];",
+    "const volatile int x = numbers[threadIdx.x ^ 1];",
+)
+OVERWRITE = "const volatile int x = numbers[(threadIdx.x + 32) % 64]; {} numbers[threadIdx.x] = 2;"
+COPY = "signpost::copy_async<4>(4 * threadIdx.x, &params.b); signpost::copy_commit(); {} signpost::copy_wait<0>(); {}"
+
+
 @pytest.mark.parametrize(
-    ("meeting", "other", "found"),
+    ("meeting", "then", "found"),
     [
-        ("", "(threadIdx.x + 32) % 64", True),  # of the other warp
-        ("", "threadIdx.x ^ 1", True),  # of another lane
-        ("__syncwarp();", "(threadIdx.x + 32) % 64", True),
-        ("__syncwarp();", "threadIdx.x ^ 1", False),
-        ("__syncthreads();", "(threadIdx.x + 32) % 64", False),
-        ("", "threadIdx.x", False),
+        ("", NEXT_WARP, True),
+        ("", NEXT_LANE, True),
+        ("__syncwarp();", NEXT_WARP, True),
+        ("__syncwarp();", NEXT_LANE, False),
+        ("__syncthreads();", NEXT_WARP, False),
+        ("signpost::group_barrier(1, 64);", NEXT_WARP, False),
+        ("signpost::group_barrier(1 + threadIdx.x / 32, 32);", NEXT_WARP, True),
+        ("__syncthreads();", OVERWRITE.format(""), True),
+        ("__syncthreads();", OVERWRITE.format("__syncthreads();"), False),
+        ("__syncthreads();", COPY.format("", "__syncthreads(); " + NEXT_WARP), False),
+        ("__syncthreads();", COPY.format("", NEXT_WARP), True),
+        ("__syncthreads();", COPY.format("__syncthreads(); " + NEXT_WARP, ""), True),
+        ("", "numbers[threadIdx.x] = 2;", False),
     ],
 )
-def test_races_are_found(meeting, other, found):
-    source = '#include "attend.cuh"\n#include "merge.cuh"\n' + KERNEL.format(meeting=meeting, other=other)
+def test_races_are_found(meeting, then, found):
+    source = '#include "attend.cuh"\n#include "merge.cuh"\n' + KERNEL.format(meeting=meeting, then=then)
     library = build(source, races=True)
     library.run_attend(1, 1, ctypes.byref(_Attend()))
     assert (library.races_found() > 0) == found

@@ -31,6 +31,7 @@ def test_functions_make_cosines_and_sines(dim, base):
 def test_fast_pairs_are_not_smooth():
     assert not is_smooth(torch.linspace(1.0, 0.1, 64))
     assert not is_smooth(frequencies(32))  # no pair but the fastest
+    assert not is_smooth(frequencies(80))  # which lanes cannot share out
 
 
 def test_what_kernels_read():
