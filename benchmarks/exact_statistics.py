@@ -34,6 +34,7 @@ def kept(exact: bool = False) -> Iterator[Kept]:
         found.signposts.append(KeptSignposts(exact, *args))
         return found.signposts[-1]
 
+    # Functions in the places of classes, which are only called there.
     sparse.ThresholdFit, dense.SignpostFit = thresholds, signposts  # type: ignore[assignment, misc]
     try:
         yield found

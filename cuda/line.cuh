@@ -19,11 +19,11 @@ struct Line {
     static constexpr int EXACT = 8, NEXT = L::BYTES ? 22 : 20;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
     // of a block that make it worth while.
-    static_assert(L::WARPS * L::WARP_BYTES >= L::WARPS * 32 * 4, "the ring, which is idle, holds what warps counted");
     static constexpr int OF_A_PAGE = L::D / 8, HEADS = 32, SAMPLES = 2, WORTH = 128;
+    static_assert(L::WARP_BYTES >= HEADS * 4, "the ring, which is idle, holds what warps counted");
 
     const AttendParams& params;
-    int blocks, rest;         // blocks that take part; what stands for the other tokens of a head
+    int blocks, rest;                 // blocks that take part; what stands for the other tokens of a head
     int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
     bool weighed;
     long long total;
@@ -87,7 +87,7 @@ struct Line {
         rest *= all_weights / params.h_kv;
     }
 
-    // Rounds of outliers in a page of head.
+    // Rounds of outliers in a page of a head.
     template <typename S>
     static __device__ __forceinline__ int of_page(const SideParams& side, int sequence, int page, int head) {
         if constexpr (!S::SPARSE) return 0;

@@ -47,6 +47,7 @@ def main() -> None:
         parse(parser, *given, **named)
         raise Parsed
 
+    # For all parsers of this process, which ends here.
     argparse.ArgumentParser.parse_args = parse_and_stop  # type: ignore[method-assign,assignment]
     for line in sys.stdin:
         check(line.strip())
