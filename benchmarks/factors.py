@@ -15,7 +15,7 @@ from artifacts import Dense, Format, LowRank, PageGeometry, Sparse
 from artifacts.fields import SideName
 from calib.config import TextConfig
 from calib.data import evaluation_tokens
-from calib.tap import Tap
+from calib.tap import Activations, Tap
 from runtime.codec import Codec
 from runtime.hf import load_causal_lm
 from runtime.parts.lowrank import factorize
@@ -38,12 +38,15 @@ def main() -> None:
     model, tokenizer = load_causal_lm(options.model, "float32", "auto")
     text = evaluation_tokens(TextConfig("text", options.text), model, tokenizer, options.windows * 2048, 2048, 0)
     ratios: dict[str, list[Tensor]] = {}
+
+    def see(a: Activations) -> None:
+        for side, x in (("keys", a.rotated_key), ("values", a.value)):
+            for kind, ratio in _ratios(side, x).items():
+                ratios.setdefault(f"{side}, {kind}", []).append(ratio.flatten())
+
     tap = Tap(model)
     for ids in text.ids:
-        for a in tap.run(ids, gradients=False):
-            for side, x in (("keys", a.rotated_key), ("values", a.value)):
-                for kind, ratio in _ratios(side, x).items():
-                    ratios.setdefault(f"{side}, {kind}", []).append(ratio.flatten())
+        tap.run(ids, False, see)
     for name, parts in ratios.items():
         ratio = torch.cat(parts)
         print(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from artifacts import Bundle, load
 from calib.config import TextConfig
 from calib.data import evaluation_tokens
-from calib.tap import Tap
+from calib.tap import Activations, Tap
 from runtime.hf import load_causal_lm
 
 CAPACITIES = (1.0, 1.25, 1.5, 2.0, 3.0)
@@ -48,16 +48,22 @@ def main() -> None:
 
 def _outliers_per_page(model: PreTrainedModel, bundle: Bundle, windows: Tensor) -> tuple[Tensor, int]:
     """Outliers of each page of keys, int64, over layers and windows; numbers per page."""
-    tap, counts, numbers = Tap(model), [], 0
+    counts: list[Tensor] = []
+    numbers = 0
+
+    def see(activations: Activations) -> None:
+        nonlocal numbers
+        fmt, tables = bundle.layers[activations.layer].key, bundle.side_tensors(activations.layer, "key")
+        x = activations.key if fmt.domain == "pre_rope" else activations.rotated_key
+        behind = x[fmt.window.sinks :]
+        pages = behind[: behind.shape[0] // fmt.t * fmt.t].unflatten(0, (-1, fmt.t))
+        lower, upper = (torch.from_numpy(tables[name]).to(x.device) for name in ("lower", "upper"))
+        counts.append(((pages < lower) | (pages > upper)).flatten(1).sum(1).cpu())
+        numbers = pages[0].numel()
+
+    tap = Tap(model)
     for ids in windows:
-        for activations in tap.run(ids, gradients=False):
-            fmt, tables = bundle.layers[activations.layer].key, bundle.side_tensors(activations.layer, "key")
-            x = activations.key if fmt.domain == "pre_rope" else activations.rotated_key
-            behind = x[fmt.window.sinks :]
-            pages = behind[: behind.shape[0] // fmt.t * fmt.t].unflatten(0, (-1, fmt.t))
-            lower, upper = (torch.from_numpy(tables[name]).to(x.device) for name in ("lower", "upper"))
-            counts.append(((pages < lower) | (pages > upper)).flatten(1).sum(1).cpu())
-            numbers = pages[0].numel()
+        tap.run(ids, False, see)
     return torch.cat(counts), numbers
 
 

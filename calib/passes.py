@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from rich.progress import Progress
@@ -91,14 +92,17 @@ def _observe(
     report = track(progress, title, len(mine), done)
     for sample in mine[done:]:
         with within_memory(*_too_long(ids.shape[1])):
-            for activations in tap.run(ids[sample], gradients):
-                for side in layers[activations.layer]:
-                    side.observe(activations, lane_of(sample, samples))
+            tap.run(ids[sample], gradients, partial(_see, layers, lane_of(sample, samples)))
         report()
         done += 1
         if work.store and sample != mine[-1] and time.monotonic() - saved >= work.every:
             work.store.put_part(key, _who(work.ranks), done, [_joined(sides) for sides in layers])
             saved = time.monotonic()
+
+
+def _see(layers: Sequence[Layer], lane: int, activations: Activations) -> None:
+    for side in layers[activations.layer]:
+        side.observe(activations, lane)
 
 
 def _merged(layers: Sequence[Layer], ranks: Ranks) -> list[Tensors]:

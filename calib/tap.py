@@ -3,12 +3,13 @@
 Works on any decoder that hands its keys to a transformers cache: the cache is the tap. Gradients are taken of the
 activations alone; no gradient of any weight is ever allocated.
 
-The backward pass goes layer by layer: the forward pass keeps nothing but what went into each decoder layer, and each
-layer runs again when its turn comes. So memory is that of one layer, whatever their number, for one more forward pass.
+A pass without gradients shows each layer as the model comes to it and keeps none. The backward pass goes layer by
+layer: the forward pass keeps nothing but what went into each decoder layer, and each layer runs again when its turn
+comes, for one more forward pass. So activations take the memory of one layer, whatever their number.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,26 @@ class _Finite:
                 require_finite(torch.where(flag, 0.0, torch.nan), what)
 
 
-class _TapCache(DynamicCache):
+class _ShowingCache(DynamicCache):
+    """Shows what every layer hands over, [1, h_kv, n, d], keeps nothing and hands it on as it is.
+
+    Raises ActivationError for NaN or infinity, naming the layer.
+    """
+
+    def __init__(self, show: Callable[[int, Tensor, Tensor], None]):
+        super().__init__()
+        self.show = show
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        finite = _Finite()
+        finite.add(key_states, f"layer {layer_idx}: keys")
+        finite.add(value_states, f"layer {layer_idx}: values")
+        finite.check()
+        self.show(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+class _KeepingCache(DynamicCache):
     """Keeps what every layer hands over, [1, h_kv, n, d], and hands it on as it is."""
 
     def __init__(self) -> None:
@@ -79,7 +99,7 @@ class _TapCache(DynamicCache):
 
 
 class Tap:
-    """Runs a model over samples and yields `Activations` layer by layer.
+    """Runs a model over samples and shows `Activations` layer by layer.
 
     Raises UnsupportedModelError for a model without keys and values, or whose rotary embedding is none of ours.
     """
@@ -93,23 +113,24 @@ class Tap:
         self._elsewhere: dict[tuple[int, torch.device], Rotation] = {}
         self.layers, self.h_kv = len(by_layer), kv_heads(text_config(model))
 
-    def run(self, ids: Tensor, gradients: bool) -> Iterator[Activations]:
-        """One sample, ids int64 [n]. Raises ActivationError for NaN or infinity, naming the layer.
+    def run(self, ids: Tensor, gradients: bool, see: Callable[[Activations], None]) -> None:
+        """Calls `see` for every layer of one sample, ids int64 [n]: in order, with gradients from last to first.
 
-        Layers come in order, with gradients from the last to the first.
+        Raises ActivationError for NaN or infinity, naming the layer, and whatever `see` raises.
         """
         ids = ids[None].to(self.model.device)
         if gradients:
-            yield from self._backward(ids)
+            self._backward(ids, see)
             return
-        cache = _TapCache()
-        with torch.no_grad(), _deterministic(ids.device):
-            hidden_states(self.model, ids, cache)
-        cache.check()
-        for layer in range(self.layers):
-            yield self._activations(layer, *cache.taken.pop(layer), None, None)
 
-    def _backward(self, ids: Tensor) -> Iterator[Activations]:
+        def show(layer: int, k: Tensor, v: Tensor) -> None:
+            with pause():
+                see(self._activations(layer, k, v, None, None))
+
+        with torch.no_grad(), _deterministic(ids.device) as pause:
+            hidden_states(self.model, ids, _ShowingCache(show))
+
+    def _backward(self, ids: Tensor, see: Callable[[Activations], None]) -> None:
         calls, finite = _Calls(self.model, self.layers), _Finite()
         with _deterministic(ids.device):
             hidden = calls.forward(ids)
@@ -121,7 +142,7 @@ class Tap:
                 k, v, k_gradient, v_gradient, gradient = calls.gradients(layer, gradient)
             finite.add(k_gradient, f"layer {layer}: gradients of keys")
             finite.add(v_gradient, f"layer {layer}: gradients of values")
-            yield self._activations(layer, k, v, k_gradient, v_gradient)
+            see(self._activations(layer, k, v, k_gradient, v_gradient))
         finite.check()
 
     def _rotation(self, layer: int, device: torch.device) -> Rotation:
@@ -171,7 +192,7 @@ class _Calls:
 
     def __init__(self, model: PreTrainedModel, layers: int):
         self.model, self.modules = model, decoder_layers(model, layers)
-        self.cache = _TapCache()
+        self.cache = _KeepingCache()
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -240,23 +261,42 @@ def _loss_gradient(model: PreTrainedModel, hidden: Tensor, ids: Tensor) -> Tenso
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """The same bits every time: attention's backward pass on a GPU adds up in any order unless it is told not to."""
+def _deterministic(device: torch.device) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """The same bits every time: attention's backward pass on a GPU adds up in any order unless it is told not to.
+
+    Yields a context in which the caller's own choice holds again.
+    """
     if device.type != "cuda":
-        yield
+        yield nullcontext
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     flags: Any = torch.utils.deterministic
-    fill, flags.fill_uninitialized_memory = flags.fill_uninitialized_memory, False  # which costs time for nothing
-    torch.use_deterministic_algorithms(True)  # not `warn_only`: flash attention takes that for no
+    fill = flags.fill_uninitialized_memory
+
+    def require() -> None:
+        flags.fill_uninitialized_memory = False  # filling costs time for nothing
+        torch.use_deterministic_algorithms(True)  # not `warn_only`: flash attention takes that for no
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        flags.fill_uninitialized_memory = fill
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        restore()
+        try:
+            yield
+        finally:
+            require()
+
+    require()
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            yield
+            yield pause
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModelError(f"this model's gradients differ from run to run on a GPU: {reason}") from error
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        flags.fill_uninitialized_memory = fill
+        restore()

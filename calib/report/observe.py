@@ -84,11 +84,14 @@ def observe(
     for watcher in (watcher for both in watchers.values() for watcher in both):
         watcher.check(tokens.ids.shape[1])
     report = track(progress, "looking at keys and values", tokens.ids.shape[0])
+
+    def see(activations: Activations) -> None:
+        for watcher in watchers.get(activations.layer, ()):
+            watcher.observe(activations)
+
     tap = Tap(model)
     for sample in tokens.ids:
-        for activations in tap.run(sample, gradients=True):
-            for watcher in watchers.get(activations.layer, ()):
-                watcher.observe(activations)
+        tap.run(sample, True, see)
         report()
     facts = tuple((key.facts(), value.facts()) for key, value in watchers.values())
     return Observation(facts, tuple(watchers), tokens, weights)

@@ -156,15 +156,15 @@ def test_no_rank_is_above_what_a_page_can_have():
 
 
 class FakeTap:
-    """Yields given tensors [samples, n, h_kv, d], one for each layer, as keys and values."""
+    """Shows given tensors [samples, n, h_kv, d], one for each layer, as keys and values."""
 
     def __init__(self, *layers):
         self.layers = layers
 
-    def run(self, ids, gradients):
+    def run(self, ids, gradients, see):
         for layer, x in enumerate(self.layers):
             x = x[int(ids[0])]
-            yield Activations(layer, x, x, x, *([torch.ones_like(x)] * 3 if gradients else [None] * 3))
+            see(Activations(layer, x, x, x, *([torch.ones_like(x)] * 3 if gradients else [None] * 3)))
 
     def collect(self, recipes, **method):
         samples, n = self.layers[0].shape[:2]

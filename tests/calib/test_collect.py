@@ -22,7 +22,7 @@ QUICK = ("method.bins=512", "seqlen=140", "eval.tokens=140", "sinks=1")
 
 
 class FakeTap:
-    """Yields given tensors float32 [samples, layers, n, h_kv, d] as a model would, and counts its passes.
+    """Shows given tensors float32 [samples, layers, n, h_kv, d] as a model would, and counts its passes.
 
     Its token ids are the samples' numbers.
     """
@@ -34,14 +34,14 @@ class FakeTap:
         self.passes = []
         self.ids = torch.arange(samples)[:, None].expand(samples, n)
 
-    def run(self, ids, gradients):
+    def run(self, ids, gradients, see):
         sample = int(ids[0])
         if sample == int(self.ids[0, 0]):
             self.passes.append(gradients)
         for layer in range(LAYERS):
             found = [x[sample, layer] if gradients else None for x in self.gradients]
             numbers = [x[sample, layer] for x in (self.key, self.rotated, self.value)]
-            yield Activations(layer, *numbers, *found)
+            see(Activations(layer, *numbers, *found))
 
     def collect(self, settings):
         return self.calibrate(settings)[1]
@@ -74,7 +74,12 @@ def assert_same(one, other, relative=0.0):
 def test_passes_and_which_of_them_pay_for_gradients(settings, tiny_model, monkeypatch, overrides, passes):
     seen = []
     real = Tap.run
-    monkeypatch.setattr(Tap, "run", lambda self, ids, gradients: seen.append(gradients) or real(self, ids, gradients))
+
+    def run(self, ids, gradients, see):
+        seen.append(gradients)
+        real(self, ids, gradients, see)
+
+    monkeypatch.setattr(Tap, "run", run)
     made = settings(*QUICK, *overrides)
     ids = torch.randint(0, 260, (2, 140), generator=torch.Generator().manual_seed(0))
     collect(Tap(tiny_model("llama", torch.float32)), ids, made.recipes(LAYERS), made.config.method, 2, 32)

@@ -10,6 +10,7 @@ from calib.evaluate import evaluate
 from calib.pipeline import calibrate
 from calib.tap import Tap
 from runtime.hf import kv_heads, rotary_by_layer
+from tests.calib.taken import taken
 from tests.oracles.fisher import whole_model
 from tests.runtime.tiny_models import CONFIGS, FALCON, MLA, tiny
 
@@ -33,7 +34,7 @@ def test_keys_values_and_gradients_are_those_of_the_whole_model(family):
     model, ids = tiny({**CONFIGS, **FALCON}[family], dtype=torch.float64), tokens(N)[0]
     oracle = whole_model(model, ids)
     h_kv = kv_heads(model.config.get_text_config())
-    for a in Tap(model).run(ids, gradients=True):
+    for a in taken(Tap(model), ids, gradients=True):
         keys, values, key_gradients, value_gradients = (x[a.layer][0].transpose(0, 1).detach() for x in oracle)
         turning, copies = keys.shape[-1], keys.shape[1] // h_kv
         assert a.key.shape == a.value.shape == (N, h_kv, values.shape[-1])

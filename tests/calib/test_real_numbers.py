@@ -13,6 +13,7 @@ from runtime.codec import Codec
 from runtime.hf import load_causal_lm
 from runtime.pages import PageBook
 from runtime.side import BlockTables, Side
+from tests.calib.taken import taken
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 WINDOWS, TOKENS, T = 2, 512, 64
@@ -57,7 +58,7 @@ def test_factors_in_the_cache_are_within_two_percent_of_the_svd(trained, ids, na
     that decoding fills at rank 2. float16 rounds both factors, so their product is off by 2^-10 |left| |right| more.
     """
     prompt, backbone = 6 * T, Format(T, FORMATS[name].dense, FORMATS[name].sparse)
-    samples = [list(Tap(trained[0]).run(window, gradients=False)) for window in ids]
+    samples = [taken(Tap(trained[0]), window, gradients=False) for window in ids]
     for layer in zip(*samples, strict=True):
         numbers = [a.rotated_key if name == "key" else a.value for a in layer]
         h_kv, d = numbers[0].shape[1:]

@@ -20,6 +20,7 @@ from calib.report.page import Picture, page
 from calib.tap import Tap
 from runtime.codec import Codec
 from tests.artifacts.samples import sample_bundle
+from tests.calib.taken import taken
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 RECIPES = {
@@ -52,7 +53,7 @@ def calibrated(tiny_model, settings, tokens):
 def test_sums_are_those_of_the_formulas(calibrated, tokens, recipe):
     model, bundle = calibrated(recipe)
     found = observe(model, bundle, tokens).layers
-    taken = [{a.layer: a for a in Tap(model).run(sample, gradients=True)} for sample in tokens.ids]
+    samples = [{a.layer: a for a in taken(Tap(model), sample, gradients=True)} for sample in tokens.ids]
     for layer, pair in enumerate(found):
         for side, facts in zip(("key", "value"), pair, strict=True):
             fmt = getattr(bundle.layers[layer], side)
@@ -63,7 +64,7 @@ def test_sums_are_those_of_the_formulas(calibrated, tokens, recipe):
             geometry = bundle.geometry.layers[layer][side == "value"]
             fisher = error = lost = energy = 0.0
             rows = []
-            for activations in (sample[layer] for sample in taken):
+            for activations in (sample[layer] for sample in samples):
                 x, g = getattr(activations, name)[sinks:], getattr(activations, slope)[sinks:]
                 pages = len(x) // t
                 x, g = (y[: pages * t].unflatten(0, (pages, t)) for y in (x, g))

@@ -7,6 +7,7 @@ import torch
 from calib import forward, tap
 from calib.forward import ActivationError, blocks, head, hidden_states
 from calib.tap import Tap
+from tests.calib.taken import taken
 from tests.oracles.fisher import attention_modules, key_derivative, keys_before_rope, summed_loss, value_derivative
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "yarn")
@@ -37,7 +38,7 @@ def test_keys_and_values_are_those_of_the_model(tiny_model, family):
     for hook in hooks:
         hook.remove()
     rotated = [layer.keys for layer in cache.layers]
-    seen = list(Tap(model).run(ids, gradients=False))
+    seen = taken(Tap(model), ids, gradients=False)
     assert [a.layer for a in seen] == [0, 1]
     for a, k, r, v in zip(seen, keys, rotated, values, strict=True):
         for x in (a.key, a.rotated_key, a.value):
@@ -53,7 +54,7 @@ def test_keys_and_values_are_those_of_the_model(tiny_model, family):
 def test_gradients_are_differences_of_the_summed_loss(tiny_model, family):
     model, ids = tiny_model(family), tokens()
     entries = np.random.default_rng(1).integers(0, (N - 1, 2, 32), (6, 3)).tolist()
-    for a in Tap(model).run(ids, gradients=True):
+    for a in taken(Tap(model), ids, gradients=True):
         for found, derivative in ((a.key_gradient, key_derivative), (a.value_gradient, value_derivative)):
             scale = found.abs().max().item()
             for entry in entries:
@@ -70,7 +71,7 @@ def test_yarn_gradients_take_the_transposed_rotation(tiny_model):
     t = Tap(model)
     assert t.rotations[0].rope.scaling > 1.1  # else transpose and inverse could not be told apart
     positions = torch.arange(N)
-    for a in t.run(ids, gradients=True):
+    for a in taken(t, ids, gradients=True):
         after = a.rotated_key_gradient.transpose(0, 1)
         inverse = t.rotations[a.layer].unrotate(after, positions).transpose(0, 1)
         assert torch.equal(a.key_gradient, t.rotations[a.layer].pull_back(after, positions).transpose(0, 1))
@@ -86,7 +87,7 @@ def test_samples_do_not_touch_each_other(tiny_model):
     expected = torch.autograd.grad(loss, kept)
     t = Tap(model)
     for row, ids in ((1, second), (0, first), (1, second)):
-        for a in t.run(ids, gradients=True):
+        for a in taken(t, ids, gradients=True):
             own = expected[a.layer][row].transpose(0, 1)
             assert difference(a.key_gradient, own) <= ROTATION * 2**0.5 * own.abs().max()
 
@@ -94,7 +95,7 @@ def test_samples_do_not_touch_each_other(tiny_model):
 @pytest.mark.parametrize("trainable", [False, True])
 def test_no_weight_gets_a_gradient(tiny_model, trainable):
     model = tiny_model("llama").requires_grad_(trainable)
-    for a in Tap(model).run(tokens(), gradients=True):
+    for a in taken(Tap(model), tokens(), gradients=True):
         assert not a.key_gradient.requires_grad
         assert not a.key.requires_grad
     assert all(p.grad is None and p.requires_grad == trainable for p in model.parameters())
@@ -107,8 +108,7 @@ def test_callers_grad_mode_and_hooks_are_restored(tiny_model, enabled, gradients
     hooked = (model.get_input_embeddings(), model.base_model)
     before = [len(m._forward_hooks) for m in hooked]
     with torch.set_grad_enabled(enabled):
-        for _ in Tap(model).run(tokens(), gradients):
-            assert torch.is_grad_enabled() == enabled
+        taken(Tap(model), tokens(), gradients)
         assert torch.is_grad_enabled() == enabled
         assert model.get_input_embeddings()(tokens()).requires_grad is False
     assert [len(m._forward_hooks) for m in hooked] == before
@@ -132,7 +132,7 @@ def test_numbers_that_are_not_finite_are_named(tiny_model, name, number, gradien
     t = Tap(model)
     weight(model, name)[3, 5] = number
     with pytest.raises(ActivationError, match=message):
-        list(t.run(tokens(), gradients))
+        taken(t, tokens(), gradients)
     assert torch.is_grad_enabled()
 
 
@@ -148,15 +148,15 @@ def test_gradients_that_are_not_finite_are_named(tiny_model, monkeypatch, which,
 
     monkeypatch.setattr(tap._Calls, "gradients", broken)
     with pytest.raises(ActivationError, match=f"layer 1: gradients of {name} hold NaN or infinity"):
-        list(Tap(tiny_model("llama")).run(tokens(), gradients=True))
+        taken(Tap(tiny_model("llama")), tokens(), gradients=True)
 
 
 @pytest.mark.parametrize("rows", [1, 7, N - 1, N])
 def test_gradients_do_not_depend_on_the_blocks_of_the_head(tiny_model, monkeypatch, rows):
     model, ids = tiny_model("llama"), tokens()
-    whole = list(Tap(model).run(ids, gradients=True))
+    whole = taken(Tap(model), ids, gradients=True)
     monkeypatch.setattr(forward, "ROWS", rows)
-    for a, b in zip(Tap(model).run(ids, gradients=True), whole, strict=True):
+    for a, b in zip(taken(Tap(model), ids, gradients=True), whole, strict=True):
         assert difference(a.key_gradient, b.key_gradient) <= 1e-6 * b.key_gradient.abs().max()
 
 
