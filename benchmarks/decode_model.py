@@ -3,7 +3,8 @@
     python -m benchmarks.decode_model --out decode-model.json [--shapes llama2-7b@1x4096 ...] [--formats nuq3-1 ...]
 
 Weights are random, of the real architecture's sizes: times and bytes do not depend on them. Caches are filled through
-pack with numbers like a cache's (`benchmarks.decode_attention`), of which every 4096 tokens are alike. A step is the
+pack with numbers like a cache's (`benchmarks.decode_attention`), of which every 4096 tokens are alike, keys up to their
+rotation. With --compile the model's layers are compiled around their attention, for all caches alike. A step is the
 whole model: embedding, all layers with writing, attention and packing, logits. The baseline's attention is PyTorch's
 with the cuDNN backend over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight
 tokens before the named length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop
@@ -59,7 +60,7 @@ class Row:
     ratio: float
 
 
-def model_of(name: str, layers: int, positions: int) -> HFDecoder:
+def model_of(name: str, layers: int, positions: int, compile: bool = False) -> HFDecoder:
     """The decoder of a shape, random weights in float16 on the device."""
     config = LlamaConfig(
         num_hidden_layers=layers, num_attention_heads=32, max_position_embeddings=positions, **MODELS[name]
@@ -67,7 +68,7 @@ def model_of(name: str, layers: int, positions: int) -> HFDecoder:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    return HFDecoder(model.eval().requires_grad_(False))
+    return HFDecoder(model.eval().requires_grad_(False), compile=compile)
 
 
 def bundle_of(decoder: HFDecoder, formats: LayerFormat) -> Bundle:
@@ -149,12 +150,14 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
 def fill(kv: KVCache, n: int) -> None:
     """n tokens for every sequence of the cache, through pack."""
     model = kv.bundle.model
-    few = numbers(min(n, ALIKE), model.h_kv, 1).half().transpose(0, 1).contiguous()
-    for layer in kv:
-        for i in range(kv.b):
-            for start in range(0, n, ALIKE):
-                part = few[:, : min(ALIKE, n - start)]
-                layer.append(i, part, part)
+    few = numbers(min(n, ALIKE), model.h_kv, 1).transpose(0, 1).contiguous()
+    for start in range(0, n, ALIKE):
+        part = few[:, : min(ALIKE, n - start)]
+        turned = kv.rotation.rotate(part, torch.arange(start, start + part.shape[1], device=part.device))
+        keys, values = turned.half(), part.half()
+        for layer in kv:
+            for i in range(kv.b):
+                layer.append(i, keys, values)
     torch.cuda.synchronize()
 
 
@@ -177,6 +180,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x4096", "llama2-7b@1x32768", "llama2-7b@1x131072"])
     parser.add_argument("--formats", nargs="+", default=["nuq3-1", "nuq2-1", "kivi2-g32"], choices=FORMATS)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     parser.add_argument("--seconds", type=float, default=0.5, help="of replays for each time")
     args = parser.parse_args()
     rows: list[Row] = []
@@ -186,7 +190,7 @@ def main() -> None:
         b, n = (int(x) for x in size.split("x"))
         if model != made:
             decoder, made = None, model
-            decoder = model_of(model, args.layers, 1 << 20)
+            decoder = model_of(model, args.layers, 1 << 20, args.compile)
         assert decoder is not None
         for name in ("fp16", *args.formats):
             row = (
@@ -201,7 +205,12 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            run = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers}
+            run = {
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "layers": args.layers,
+                "compiled": args.compile,
+            }
             with open(args.out, "w") as file:
                 json.dump(run | {"rows": [asdict(row) for row in rows]}, file, indent=1)
     show(rows)

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
 from runtime.hf import UnsupportedModelError, kv_heads, require_keys_and_values, rotary_by_layer, text_config
+from runtime.hf_decoder import decoder_layers
 from runtime.rope import Rotation
 
 
@@ -228,14 +229,6 @@ class _Calls:
         torch.set_grad_enabled(True)
         if module is self.modules[-1]:
             self.last = _first(output).requires_grad_()
-
-
-def decoder_layers(model: PreTrainedModel, layers: int) -> nn.ModuleList:
-    """The decoder's list of layers. Raises UnsupportedModelError where it has none of that length."""
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return module
-    raise UnsupportedModelError(f"{type(model).__name__} keeps its {layers} layers in no list: it cannot be tapped")
 
 
 def _first(output: Any) -> Tensor:

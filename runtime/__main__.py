@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
     bench.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of each; default: 1024")
     bench.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each; default: 64")
+    bench.add_argument("--compile", action="store_true", help="compile the model's layers around their attention")
     for command in (generate, bench):
         _add_model(command)
     generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
@@ -123,7 +124,12 @@ def _bench(options: argparse.Namespace, bundle: Bundle, console: Console) -> Non
     model, _ = load_causal_lm(options.model, options.dtype, options.device)
     with console.status("loading") as status:
         rows = compare(
-            HFDecoder(model, bundle), bundle, options.batch, options.prompt_tokens, options.new_tokens, status.update
+            HFDecoder(model, bundle, options.compile),
+            bundle,
+            options.batch,
+            options.prompt_tokens,
+            options.new_tokens,
+            status.update,
         )
     Console().print(table(rows, options.prompt_tokens, options.new_tokens))
 

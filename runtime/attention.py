@@ -17,7 +17,7 @@ from artifacts import PageGeometry
 from runtime import jit, smooth
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, attend_unit, fits_bytes, lacking_parts
+from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit, fits_bytes, lacking_parts
 
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -52,6 +52,22 @@ class _Merge(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partial", "out", "ranges", "rotation", "mean")),
         *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid")),
+    ]
+
+
+class _WriteSide(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("from", "sinks", "window")),
+        *((name, ctypes.c_longlong) for name in ("sequence", "head", "token", "capacity")),
+    ]
+
+
+class _Write(ctypes.Structure):
+    _fields_ = [
+        ("key", _WriteSide),
+        ("value", _WriteSide),
+        ("lengths", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("h_kv", "m")),
     ]
 
 
@@ -136,7 +152,8 @@ class PagedAttention:
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
         """A step of m new tokens for every sequence of a batch, whose tensors stay where they are.
 
-        lengths: int32 [b], cached tokens of each sequence with the m new ones, which stand in the windows already;
+        lengths: int32 [b], cached tokens of each sequence with the m new ones, which `Step.write` or the caller puts
+        among sinks and newest tokens before `Step.run`;
         offsets: int32 [b], position of token 0. Both are read when the step runs. scale: of scores, usually d**-0.5.
         """
         return Step(self, key, value, lengths, offsets, m, scale)
@@ -156,7 +173,7 @@ class PagedAttention:
 
 
 class Step:
-    """A planned step: `run` may be repeated and captured; see `PagedAttention.plan`."""
+    """A planned step: `write` and `run` may be repeated and captured; see `PagedAttention.plan`."""
 
     def __init__(
         self, kernels: PagedAttention, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int,
@@ -164,7 +181,7 @@ class Step:
     ):  # fmt: skip
         b, rows = lengths.numel(), kernels.g * m
         module = kernels.module(rows)
-        self._attend, self._merge = module.kernel("attend"), module.kernel("merge")
+        self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = min(rows, MOST_ROWS)
         self._tiles, self._rows, self._grid = -(-rows // taken), rows, kernels.grid
@@ -183,11 +200,28 @@ class Step:
             kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
             kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
         )  # fmt: skip
+        self._new, self._dtype = (b, kernels.h_kv, m), kernels.dtype
+        self.write_params = _Write(
+            *(_WriteSide(0, x.sinks, x.window, 0, 0, 0, x.capacity) for x in (self.params.key, self.params.value)),
+            lengths.data_ptr(), kernels.h_kv, m,
+        )  # fmt: skip
         self.merge_params = _Merge(
             self.partial.data_ptr(), 0, self.ranges.data_ptr(),
             *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
             0, 0, 0, *sizes, self._grid,
         )  # fmt: skip
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Puts the new tokens k, v [b, h_kv, m, d] where the lengths say, among sinks or newest tokens.
+
+        Views will do if heads are contiguous and lie at multiples of 16 bytes, else KernelError.
+        """
+        params = self.write_params
+        for name, side, x in (("keys", params.key, k), ("values", params.value, v)):
+            setattr(side, "from", x.data_ptr())
+            side.sequence, side.head, side.token = _pieces(name, x, (*self._new, self._d), self._dtype)
+        b, _, m = self._new
+        self._write.launch((b, m, 2), WRITE_THREADS, 0, params, self._stream(), overlap=True)
 
     def run(self, q: Tensor, out: Tensor) -> None:
         """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
@@ -205,6 +239,20 @@ class Step:
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
         self._merge.launch((self._pairs, self._rows, 1), self._d, 0, params, self._stream(), overlap=True)
+
+
+def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+    """Strides of x [b, h_kv, m, d] but the last, in 16 bytes."""
+    piece = 16 // x.dtype.itemsize
+    # PyTorch gives dimensions of one entry any stride.
+    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    apart = x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % piece for stride in strides)
+    if (tuple(x.shape), x.dtype) != (shape, dtype) or apart:
+        raise jit.KernelError(
+            f"new {name}: {x.dtype} {tuple(x.shape)} with strides {x.stride()}: a step takes {dtype} {shape} whose "
+            "heads are contiguous and begin at multiples of 16 bytes; make them contiguous"
+        )
+    return [stride // piece for stride in strides]
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
-from runtime.step import LayerStep, StepInputs
+from runtime.step import LayerStep, StepInputs, StepPackers
 from runtime.units import require_kernels
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
@@ -97,7 +97,10 @@ class LayerCache(CacheLayer):
         out = torch.empty_like(q.transpose(1, 2))
         step = self.step(q.shape[1])
         step.run(q, k, v, inputs, scaling, out.transpose(1, 2))
+        before = list(self.key.used), list(self.value.used)
         self.advance(range(len(self.lengths)))
+        if before != (self.key.used, self.value.used):
+            step.pack(inputs)
         if step.on_host:
             for i, n in enumerate(self.lengths):
                 step.pack_factors(i, n, self.offsets[i])
@@ -234,6 +237,11 @@ class KVCache:
             else ExactLayer(bundle, layer, self.room, dtype)
             for layer, formats in enumerate(bundle.layers)
         ]  # fmt: skip
+        self._packers: StepPackers | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied cache loads its kernels anew: these look at the memory of this one."""
+        return self.__dict__ | {"_packers": None}
 
     def __iter__(self) -> Iterator[LayerCache | ExactLayer]:
         return iter(self.layers)
@@ -302,10 +310,19 @@ class KVCache:
 
     def step_inputs(self, b: int) -> StepInputs:
         """Inputs of device steps of the first b sequences, at an address of their own."""
-        return StepInputs(b, self.room.sides, self.room.device)
+        return StepInputs(b, self.room.device)
+
+    @property
+    def packers(self) -> StepPackers:
+        """What packs pages behind a device step of all layers; loads kernels."""
+        if self._packers is None:
+            self._packers = StepPackers(self.room.sides)
+        return self._packers
 
     def check(self) -> None:
         """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
         for side in self.room.sides:
             if has_kernels(side.codec.device):
                 side.packer.check()
+        if self._packers:
+            self._packers.check()

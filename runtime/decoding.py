@@ -160,6 +160,7 @@ class DeviceStep:
         self.inputs: StepInputs = kv.step_inputs(b)
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        kv.packers.reserve(b)
         if pool is None:
             return
         self.graph, self.logits = captured(self._pass, pool)
@@ -175,9 +176,10 @@ class DeviceStep:
         return self.logits
 
     def _pass(self) -> Tensor:
-        self.inputs.locate()
         positions = (self.inputs.lengths - 1)[:, None].long()
-        return self.decoder.forward(self.tokens, positions, self._attend)
+        logits = self.decoder.forward(self.tokens, positions, self._attend)
+        self.kv.packers.run(self.inputs)
+        return logits
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)

@@ -117,6 +117,7 @@ class AttendingCache(Cache):
             self._mask, self._valid = mask, None if bool(new.all()) else new
         return self._valid
 
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -227,6 +228,7 @@ class _Layer(CacheLayerMixin):
         self.seen = 0
 
 
+@torch.compiler.disable  # compiled layers are compiled around it
 def _attention(
     module: nn.Module,
     query: Tensor,

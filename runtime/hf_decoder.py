@@ -1,12 +1,15 @@
 """A transformers model as the decoder of an `Engine`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from artifacts import Bundle
+from artifacts.errors import UnsupportedModelError
 from runtime.decoding import Attend
 from runtime.hf import AttendingCache, require_fit, text_config
 
@@ -25,13 +28,17 @@ class _Relay(AttendingCache):
 class HFDecoder:
     """Any model that `runtime.hf.fingerprint` supports. The model stays usable for other passes.
 
-    Raises BundleMismatchError for a bundle of another model.
+    bundle   of the model, which is then checked
+    compile  decode steps run the model's layers through torch.compile, which fuses what transformers launches one by
+             one; the first steps of each batch size take seconds to compile. Prompts run as they are
+    Raises BundleMismatchError for a bundle of another model, UnsupportedModelError for layers that `compile` finds not.
     """
 
-    def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None):
+    def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None, compile: bool = False):
         if bundle is not None:
             require_fit(model, bundle)
         self.model, self._cache = model, _Relay(model)
+        self._layers = _CompiledLayers(model) if compile else None
         config = text_config(model)
         self.positions = cast("int | None", getattr(config, "max_position_embeddings", None))
         self.vocabulary = int(config.vocab_size)
@@ -51,10 +58,43 @@ class HFDecoder:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
         self._cache.reset()
         self._cache.relay = attend
+        stepping = self._layers.used() if self._layers and tokens.shape[1] == 1 else nullcontext()
         try:
-            out = cast(Any, self.model)(
-                input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
+            with stepping:
+                out = cast(Any, self.model)(
+                    input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True,
+                    logits_to_keep=1,
+                )  # fmt: skip
         finally:
             del self._cache.relay  # it holds on to a cache
         return out.logits[:, -1].float()
+
+
+def decoder_layers(model: PreTrainedModel, layers: int) -> nn.ModuleList:
+    """The decoder's list of layers. Raises UnsupportedModelError where it has none of that length."""
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} keeps its {layers} layers in no list: they cannot be reached")
+
+
+class _CompiledLayers:
+    """The decoder layers of a model, compiled for passes of one token: twice a layer, around its attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.layers = decoder_layers(model, text_config(model).num_hidden_layers)
+        self.compiled = [torch.compile(layer._call_impl) for layer in self.layers]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within it the model runs them in place of its own."""
+        own = [layer._compiled_call_impl for layer in self.layers]
+        for layer, compiled in zip(self.layers, self.compiled, strict=True):
+            layer._compiled_call_impl = compiled
+        try:
+            # All layers run the same code: their numbers in the stack must not be constants of it.
+            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+                yield
+        finally:
+            for layer, before in zip(self.layers, own, strict=True):
+                layer._compiled_call_impl = before

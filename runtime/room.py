@@ -165,7 +165,7 @@ class Room:
     def inputs(self, lengths: list[int], offsets: list[int]) -> StepInputs:
         """Inputs of a device step of all sequences, set to these numbers; layers of one pass share them."""
         if self._inputs is None or self._inputs.lengths.numel() != len(lengths):
-            self._inputs, self._set = StepInputs(len(lengths), self.sides, self.device), None
+            self._inputs, self._set = StepInputs(len(lengths), self.device), None
         if self._set != (lengths, offsets):
             self._inputs.set(lengths, offsets)
             self._set = list(lengths), list(offsets)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention import PagedAttention, PagedSide, Step
+from runtime.pack import Packer
 from runtime.rope import Rotation
 from runtime.side import Side
 
@@ -18,40 +19,21 @@ class StepInputs:
 
     lengths  int32 [b], cached tokens with the step's own
     offsets  int32 [b], position of token 0
-    sides    of the cache: for each way to fill a window, `rows` holds where their buffers take the new token
     """
 
-    def __init__(self, b: int, sides: Iterable[Side], device: torch.device):
+    def __init__(self, b: int, device: torch.device):
         self.lengths = torch.ones(b, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(b, dtype=torch.int32, device=device)
-        self.sequences = torch.arange(b, device=device)
-        self.rows: dict[tuple[int, int, int], Tensor] = {}
-        for side in sides:
-            self.rows.setdefault(_writing(side), torch.zeros(b, dtype=torch.int64, device=device))
 
     def set(self, lengths: list[int], offsets: list[int]) -> None:
         """From the host: lengths with the new token."""
         both = torch.tensor([lengths, offsets], dtype=torch.int32).to(self.lengths.device, non_blocking=True)
         self.lengths.copy_(both[0])
         self.offsets.copy_(both[1])
-        self.locate()
-
-    def locate(self) -> None:
-        """Finds where the newest token of each sequence is written; to be called when lengths have changed."""
-        newest = self.lengths.long() - 1
-        for (total, sinks, capacity), rows in self.rows.items():
-            behind = newest - sinks
-            in_window = total * sinks + self.sequences * capacity + behind % capacity
-            rows.copy_(torch.where(behind < 0, self.sequences * sinks + newest, in_window))
-
-
-def _writing(side: Side) -> tuple[int, int, int]:
-    """Sequences, sinks and window slots of a side's buffer."""
-    return len(side.used), side.format.window.sinks, side.capacity
 
 
 class LayerStep:
-    """Attention, and packing of pages that fill, for one layer's keys and values."""
+    """Attention of one layer, and packing of pages that fill."""
 
     def __init__(self, key: Side, value: Side, rotation: Rotation, h_q: int):
         self.key, self.value = key, value
@@ -60,22 +42,17 @@ class LayerStep:
             key.geometry, value.geometry, key.codec.tables, value.codec.tables, rotation, h_q, dtype, device
         )
         # Factors are found by torch, which waits for the host: those sides are packed by `pack_factors`.
-        sides = (key, value)
-        self._captured = [side for side in sides if not side.format.lowrank]
-        self.on_host = [side for side in sides if side.format.lowrank]
+        self.on_host = [side for side in (key, value) if side.format.lowrank]
         self._plans: dict[tuple[object, ...], Step] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor) -> None:
-        """Writes the new tokens k, v [b, h_kv, 1, d], attends q [b, h_q, 1, d] into out alike, packs full pages.
+        """Writes the new tokens k, v [b, h_kv, 1, d], attends q [b, h_q, 1, d] into out alike.
 
-        The tables hold the ids of the pages that fill. Queued on PyTorch's current stream, never waits.
+        Pages that fill are still to be packed, before the next step. Queued on PyTorch's current stream, never waits.
         """
-        for side, x in ((self.key, k), (self.value, v)):
-            side.buffer.index_copy_(0, inputs.rows[_writing(side)], x[:, :, 0].to(side.buffer.dtype))
-        self.plan(inputs, scaling).run(q, out)
-        b = inputs.lengths.numel()
-        for side in self._captured:
-            side.packer.step(side.pool, side.table[:b], side.window[:b], inputs.lengths, 1, inputs.offsets)
+        step = self.plan(inputs, scaling)
+        step.write(k.to(self.key.buffer.dtype), v.to(self.value.buffer.dtype))
+        step.run(q, out)
 
     def plan(self, inputs: StepInputs, scaling: float) -> Step:
         """The step's plan; made anew where memory has moved. Also loads kernels, so call it before a capture."""
@@ -88,14 +65,22 @@ class LayerStep:
             if len(self._plans) >= 16:  # of batch sizes in use; memory that has moved leaves plans behind
                 self._plans.clear()
             self._plans[key] = self.kernels.plan(*sides, inputs.lengths, inputs.offsets, 1, scaling)
-            for side in self._captured:
-                side.packer.reserve(b)
         return self._plans[key]
 
     @staticmethod
     def _paged(side: Side, b: int) -> PagedSide:
         pool = side.pool
         return PagedSide(pool.heads, pool.records, pool.segments, side.table[:b], side.sinks[:b], side.window[:b])
+
+    def pack(self, inputs: StepInputs) -> None:
+        """Packs the pages that the step's tokens have filled, of sides without factors.
+
+        The tables hold their ids. Queued on PyTorch's current stream, never waits.
+        """
+        b = inputs.lengths.numel()
+        for side in (self.key, self.value):
+            if not side.format.lowrank:
+                side.packer.step(side.pool, side.table[:b], side.window[:b], inputs.lengths, 1, inputs.offsets)
 
     def pack_factors(self, sequence: int, n: int, offset: int) -> None:
         """Packs the page that the last of n tokens has filled, if one has, of sides with factors; may wait."""
@@ -111,3 +96,36 @@ class LayerStep:
             segments = torch.tensor(groups, dtype=torch.int64).to(ring.device)
             table = side.table[sequence : sequence + 1]
             side.packer.prompt(side.pool, table, newest, pages - 1, 1, n - 1, ring, places, segments)
+
+
+class StepPackers:
+    """Packs the pages that a step of all layers has filled: sides that are alike in one launch, so that a step in which
+    no page fills pays for few. Sides with factors are not among them (`LayerStep.pack_factors`)."""
+
+    def __init__(self, sides: Iterable[Side]):
+        alike: dict[object, list[Side]] = {}
+        for side in sides:
+            if not side.format.lowrank:
+                alike.setdefault((side.geometry, side.rotation is None), []).append(side)
+        self._groups = [
+            (Packer([side.codec for side in group], group[0].rotation, group[0].buffer.dtype), group)
+            for group in alike.values()
+        ]
+
+    def reserve(self, b: int) -> None:
+        """Work space for steps of b sequences; to be called before one is captured."""
+        for packer, _ in self._groups:
+            packer.reserve(b)
+
+    def run(self, inputs: StepInputs) -> None:
+        """Packs the pages that the newest tokens have filled. Queued on PyTorch's current stream, never waits."""
+        b = inputs.lengths.numel()
+        for packer, group in self._groups:
+            pools, windows = [side.pool for side in group], [side.window[:b] for side in group]
+            # Sides that fill their pages alike hold the same ids.
+            packer.step(pools, group[0].table[:b], windows, inputs.lengths, 1, inputs.offsets)
+
+    def check(self) -> None:
+        """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
+        for packer, _ in self._groups:
+            packer.check()

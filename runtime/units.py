@@ -20,6 +20,7 @@ from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
 
 MOST_ROWS = 16  # query rows per kv head that one block takes
+WRITE_THREADS = 512
 
 
 def scale_kind(geometry: PageGeometry) -> str:
@@ -110,7 +111,7 @@ def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
 
 
 def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool) -> Unit:
-    """Attention over pages of one layer's keys and values, and the merge of its partial results.
+    """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
     by_bytes: what `fits_bytes` says.
@@ -118,6 +119,7 @@ def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, 
     d = key.shape.d
     source = f"""#include "attend.cuh"
 #include "merge.cuh"
+#include "write.cuh"
 {side_struct("Key", key, rope, by_bytes)}
 {side_struct("Value", value, None, by_bytes)}
 struct Shape {{
@@ -138,8 +140,12 @@ merge(const __grid_constant__ signpost::MergeParams params) {{
     __shared__ float shared[2 * {d}];
     signpost::Merge<Shape>::run(params, shared);
 }}
+extern "C" __global__ void __launch_bounds__({WRITE_THREADS})
+write_tokens(const __grid_constant__ signpost::WriteParams params) {{
+    signpost::Writer<Shape>::run(params);
+}}
 """
-    return Unit("attend", source, ("attend", "merge"), ("attend_threads", "attend_shared"))
+    return Unit("attend", source, ("attend", "merge", "write_tokens"), ("attend_threads", "attend_shared"))
 
 
 def require_kernels(bundle: Bundle) -> None:

@@ -22,8 +22,10 @@ from tests.oracles.attention import attention
 class Packer:
     """`runtime.pack.Packer` by the torch codec."""
 
-    def __init__(self, codec: Codec, rotation: Rotation | None, dtype: torch.dtype):
-        self.codec, self.rotation, self.dtype, self.format = codec, rotation, dtype, codec.geometry.format
+    def __init__(self, codecs: Codec | list[Codec], rotation: Rotation | None, dtype: torch.dtype):
+        self.codecs = codecs if isinstance(codecs, list) else [codecs]
+        self.codec, self.rotation, self.dtype = self.codecs[0], rotation, dtype
+        self.format = self.codec.geometry.format
 
     def reserve(self, b: int) -> None:
         """Nothing to do."""
@@ -42,28 +44,40 @@ class Packer:
             rows = [x[i, n - first_token] if n >= first_token else ring[i, (n - sinks) % ring.shape[1]] for n in tokens]
             places = segments.view(-1, each)[i] if self.format.lowrank else None
             self._write(
-                pool, table[i, first_page : first_page + pages], torch.stack(rows), int(offsets[i]), tokens, places
+                self.codec,
+                pool,
+                table[i, first_page : first_page + pages],
+                torch.stack(rows),
+                int(offsets[i]),
+                tokens,
+                places,
             )
 
-    def step(self, pool, table, ring, lengths, fresh=1, offsets=None):
+    def step(self, pools, table, rings, lengths, fresh=1, offsets=None):
         if self.format.lowrank:
             raise KernelError("factors are found by torch")
+        if isinstance(pools, PagePool):
+            pools, rings = [pools], [rings]
+        for codec, pool, ring in zip(self.codecs, pools, rings, strict=True):
+            self._step(codec, pool, table, ring, lengths, fresh, offsets)
+
+    def _step(self, codec, pool, table, ring, lengths, fresh, offsets):
         t, window = self.format.t, self.format.window
         for i, n in enumerate(lengths.tolist()):
             if (page := window.pages(n, t) - 1) < window.pages(n - fresh, t):
                 continue
             tokens = range(window.sinks + page * t, window.sinks + (page + 1) * t)
             rows = torch.stack([ring[i, (n - window.sinks) % ring.shape[1]] for n in tokens])
-            self._write(pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, None)
+            self._write(codec, pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, None)
 
     def _write(
-        self, pool: PagePool, ids: Tensor, x: Tensor, offset: int, tokens: range, segments: Tensor | None
+        self, codec: Codec, pool: PagePool, ids: Tensor, x: Tensor, offset: int, tokens: range, segments: Tensor | None
     ) -> None:
         if self.rotation is not None:
             at = torch.arange(offset + tokens.start, offset + tokens.stop)
             x = self.rotation.unrotate(x.transpose(0, 1), at).transpose(0, 1)
         for k, pages in enumerate(x.unflatten(0, (-1, self.format.t)).split(SEGMENT_PAGES)):
-            fields, _ = self.codec.encode(pages, pages.shape[0])
+            fields, _ = codec.encode(pages, pages.shape[0])
             place = None if segments is None else segments[k : k + 1]
             pool.write(ids[k * SEGMENT_PAGES :][: pages.shape[0]].long(), fields, place)
 
@@ -87,6 +101,17 @@ class Step:
         self.kernels, self.sides, self.lengths, self.offsets, self.m, self.scale = (
             kernels, sides, lengths, offsets, m, scale,
         )  # fmt: skip
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        for i, n in enumerate(self.lengths.tolist()):
+            for codec, side, x in zip(self.kernels.sides, self.sides, (k, v), strict=True):
+                assert x.dtype == side.window.dtype
+                for token in range(n - self.m, n):
+                    behind, new = token - codec.geometry.format.window.sinks, x[i, :, token - n + self.m]
+                    if behind < 0:
+                        side.sinks[i, token] = new
+                    else:
+                        side.window[i, behind % side.window.shape[1]] = new
 
     def run(self, q: Tensor, out: Tensor) -> None:
         for i, n in enumerate(self.lengths.tolist()):
@@ -124,5 +149,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on caches on the CPU launch kernels as caches on a GPU do, and torch stands in for these."""
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
+    monkeypatch.setattr(runtime.step, "Packer", Packer)
     for module in (runtime.side, runtime.cache):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

@@ -24,10 +24,10 @@ from calib.evaluate import Both, attend_both, packed
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
 from calib.passes import ALONE, Work
 from calib.progress import track
-from calib.tap import decoder_layers
 from runtime.codec import Codec
 from runtime.exact import causal_attention
 from runtime.hf import AttendingCache, rotary, text_config
+from runtime.hf_decoder import decoder_layers
 from runtime.rope import Rotation
 
 SMALLEST = 1e-9  # nats; a damage below is noise, and products of ratios need numbers above zero

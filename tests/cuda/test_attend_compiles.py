@@ -36,7 +36,7 @@ def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half") -
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_format(case: Case) -> None:
-    assert set(jit.report(unit_of(case), "sm_90a")) == {"attend", "merge"}
+    assert set(jit.report(unit_of(case), "sm_90a")) == {"attend", "merge", "write_tokens"}
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
@@ -56,14 +56,20 @@ def test_tuned_kernels_without_outliers_do_not_spill() -> None:
     assert jit.report(recipe_unit("kivi-2"), "sm_90a")["attend"].spill_bytes == 0
 
 
-STRUCTS = {"SideParams": attention._Side, "AttendParams": attention._Attend, "MergeParams": attention._Merge}
+STRUCTS = {
+    "SideParams": attention._Side,
+    "AttendParams": attention._Attend,
+    "MergeParams": attention._Merge,
+    "WriteSide": attention._WriteSide,
+    "WriteParams": attention._Write,
+}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
     """The same fields in the same order, and the same size by the compiler that compiles the kernels."""
     struct = STRUCTS[name]
-    text = "".join((kernel_folder() / file).read_text() for file in ("params.cuh", "merge.cuh"))
+    text = "".join((kernel_folder() / file).read_text() for file in ("params.cuh", "merge.cuh", "write.cuh"))
     body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.S).group(1)
     code = " ".join(line.split("//")[0].strip() for line in body.splitlines())
     declared = [re.findall(r"\w+", part)[-1] for line in code.split(";") if line.strip() for part in line.split(",")]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
-from runtime.attention import _NAMES, PagedAttention, _Attend, _Merge
+from runtime.attention import _NAMES, PagedAttention, _Attend, _Merge, _Write
 from runtime.sources import kernel_folder
-from runtime.units import MOST_ROWS, attend_unit
+from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant
 from tests.gpu import paged
 
@@ -60,6 +60,9 @@ def build(source: str, races: bool = False) -> ctypes.CDLL:
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
         'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
         f"    emulator::launch([&] {{ merge(*params); }}, pairs, tiles, 1, {threads}, 1, 16384, 0xFF);\n}}\n"
+        'extern "C" void run_write_tokens(int sequences, int tokens, const signpost::WriteParams* params) {\n'
+        "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
+        f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
     )
     unit, library = path.with_suffix(".o"), path.with_suffix(".so")
     command = ["g++", "-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-fPIC"]
@@ -88,7 +91,8 @@ class Module:
     """`runtime.jit.Module` on the CPU."""
 
     def __init__(self, library: ctypes.CDLL):
-        self.kernels = {"attend": Kernel(library.run_attend, _Attend), "merge": Kernel(library.run_merge, _Merge)}
+        structs = {"attend": _Attend, "merge": _Merge, "write_tokens": _Write}
+        self.kernels = {name: Kernel(getattr(library, f"run_{name}"), struct) for name, struct in structs.items()}
         self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
 
     def kernel(self, name: str) -> Kernel:

@@ -143,13 +143,26 @@ class Scene:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, self.kernels.dtype)
 
     def run(self, q: Tensor) -> Tensor:
-        """What the kernels say, [b, h_q, m, d]; the output is poisoned before."""
+        """What the kernels say, [b, h_q, m, d]; the output is poisoned before, and so are the new tokens' places."""
+        new = [self._new(side.paged) for side in (self.key, self.value)]
         step = self.kernels.plan(
             self.key.paged, self.value.paged, self.lengths, self.offsets, self.m, q.shape[-1] ** -0.5
         )
         out = torch.full_like(q, torch.nan)
+        step.write(*new)
         step.run(q, out)
         return out
+
+    def _new(self, side: PagedSide) -> Tensor:
+        """The new tokens [b, h_kv, m, d], a view of [b, m, h_kv, d]; their places are poisoned."""
+        sinks, found = side.sinks.shape[1], []
+        for i, n in enumerate(self.lengths.tolist()):
+            for token in range(n - self.m, n):
+                behind = token - sinks
+                place = side.sinks[i, token] if behind < 0 else side.window[i, behind % side.window.shape[1]]
+                found.append(place.clone())
+                place.fill_(torch.nan)
+        return torch.stack(found).unflatten(0, (-1, self.m)).transpose(1, 2)
 
     def oracle(self, q: Tensor, i: int) -> Tensor:
         """float64 [h_q, m, d] of sequence i."""

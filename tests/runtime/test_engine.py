@@ -1,9 +1,11 @@
 """The engine on the CPU: its tokens are `generate()`'s, whatever else is in the batch, and nothing leaks."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from artifacts.errors import BundleMismatchError
 from runtime import CacheFullError, Engine, RequestError, Sampling
@@ -193,6 +195,24 @@ def test_many_requests_leak_nothing():
     for request in kept[::7]:
         expected = generated(bundle, list(request.prompt), request.max_new_tokens)
         assert request.tokens == expected[: len(request.tokens)]
+
+
+def test_compiled_layers_choose_the_same_tokens(monkeypatch):
+    """All of the layers share what was compiled for the first ones, and the model itself stays as it was."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = tiny(LlamaConfig(**CONFIGS["llama"].to_dict() | {"num_hidden_layers": 12}))
+    bundle = bundle_for(model, kvquant(3, t=32))
+    found = []
+    for compile in (False, True):
+        engine = Engine(HFDecoder(model, bundle, compile), bundle, sequences=2, max_tokens=200)
+        requests = [engine.submit(prompt(n), 6) for n in (90, 7)]
+        engine.run()
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 15
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
 
 
 def test_two_engines_on_one_model():

@@ -28,7 +28,7 @@ def test_the_example_attends_over_what_it_packed(formats, n, monkeypatch):
     q = torch.randn(2, H_Q, 1, D, generator=torch.Generator().manual_seed(0))
     given = {
         "bundle": random_bundle([formats], H_Q, H_KV, D), "keys": x[0, :, :n], "values": x[1, :, :n],
-        "key": x[0, :, n], "value": x[1, :, n], "query": q,
+        "key": x[0, :, n, :, None], "value": x[1, :, n, :, None], "query": q,
     }  # fmt: skip
     code = CODE.replace('"cuda", torch.float16, 2, 300', f'"cpu", torch.float32, 2, {n}')
     assert code != CODE
