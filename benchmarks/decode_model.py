@@ -148,7 +148,7 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
 
 
 def fill(kv: KVCache, n: int) -> None:
-    """n tokens for every sequence of the cache, through pack."""
+    """n tokens for every sequence of the cache, through pack; sequences are alike, but pages are their own."""
     model = kv.bundle.model
     few = numbers(min(n, ALIKE), model.h_kv, 1).transpose(0, 1).contiguous()
     for start in range(0, n, ALIKE):
@@ -156,9 +156,27 @@ def fill(kv: KVCache, n: int) -> None:
         turned = kv.rotation.rotate(part, torch.arange(start, start + part.shape[1], device=part.device))
         keys, values = turned.half(), part.half()
         for layer in kv:
-            for i in range(kv.b):
-                layer.append(i, keys, values)
+            layer.append(0, keys, values)
+    for i in range(1, kv.b):
+        repeat(kv, i)
     torch.cuda.synchronize()
+
+
+def repeat(kv: KVCache, sequence: int) -> None:
+    """Makes an empty sequence as long as sequence 0, with the same numbers in pages and segments of its own."""
+    kv.room.take({sequence: kv.lengths[0]})
+    for layer in kv.paged:
+        for side in (layer.key, layer.value):
+            pool, used, tables = side.pool, side.used[0], side.tables.book.tables
+            old, new = (side.table[i, :used].long() for i in (0, sequence))
+            pool.heads[new], pool.records[new] = pool.heads[old], pool.records[old]
+            if side.geometry.segment_bytes:
+                groups = [torch.tensor(side.tables.book.groups(tables[i][:used])).to(new) for i in (0, sequence)]
+                pool.segments[groups[1]] = pool.segments[groups[0]]
+                at = (pool.field("segment")[old].long() == groups[0]).int().argmax(1, keepdim=True)
+                pool.field("segment")[new] = groups[1][at].to(pool.field("segment").dtype)
+            side.sinks[sequence], side.window[sequence], side.used[sequence] = side.sinks[0], side.window[0], used
+        layer.lengths[sequence] = layer.lengths[0]
 
 
 def loop(steps: DeviceSteps, b: int) -> float:

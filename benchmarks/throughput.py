@@ -1,0 +1,165 @@
+"""New tokens per second in equal memory: the largest batch that fits beside the weights, compressed caches and fp16.
+
+    python -m benchmarks.throughput --out throughput.json [--memory 80e9] [--shapes 161+338 4096+512] [--compile]
+
+Llama-2-7B's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the geometry's bytes
+of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch then allocated.
+A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt's time
+(attention in full precision, then packed) is that of one prompt after the other; `total` is the batch's new tokens over
+the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.decode_attention import FORMATS
+from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of
+from runtime import KVCache
+from runtime.decoding import DeviceSteps, Prompt
+from runtime.dense import DenseCache
+from runtime.hf import fingerprint
+from runtime.hf_decoder import HFDecoder
+
+PROMPTS = 3  # whose median time counts
+
+
+@dataclass
+class Row:
+    """One cache at one shape. bytes_each: of a sequence at full length."""
+
+    shape: str
+    cache: str
+    batch: int
+    bytes_each: int
+    peak_bytes: int
+    step_us: float
+    prompt_us: float
+    decode: float
+    total: float
+    batch_ratio: float = 1.0
+    decode_ratio: float = 1.0
+    total_ratio: float = 1.0
+
+
+def median_of(work: Callable[[], None]) -> float:
+    """Median microseconds of a call, the first not counted."""
+    times = []
+    for _ in range(PROMPTS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[1:])
+
+
+def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
+    """Batch, bytes of a sequence, peak bytes, microseconds of a step and of a prompt."""
+    found = fingerprint(decoder.model)
+    each = 2 * found.l * (m + n) * found.h_kv * found.d * 2
+    row = dense(decoder, "", free // each, m + n // 2, 0.3)
+    # `dense` reserves what it fills; here the whole length is reserved.
+    longer = free // each * 2 * found.l * (n - n // 2) * found.h_kv * found.d * 2
+    fresh_peak()
+    cache = DenseCache(decoder, found, 1, m)
+    tokens = torch.ones(1, m, dtype=torch.int64, device="cuda")
+
+    def prompt() -> None:
+        cache.length = 0
+        cache.append(tokens)
+
+    return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt)
+
+
+def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
+    """As `fp16`, for a compressed cache."""
+    bundle = bundle_of(decoder, FORMATS[name])
+    each = bundle.geometry.cache_bytes(m + n, 2, m)
+    b = free // each
+    fresh_peak()
+    kv = KVCache(bundle, b, m + n, torch.float16, "cuda", prompt=m)
+    steps = DeviceSteps(decoder, kv, [b])
+    fill(kv, m + n // 2)
+    step = steps.steps[b]
+    assert step.graph is not None
+    step.run([1] * b, kv.lengths)  # the newest token again: no page fills
+    us = median_us(step.graph, 0.3)
+    assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
+    kv.check()
+    peak = torch.cuda.max_memory_allocated()
+    for i in range(b):
+        kv.release(i)
+
+    def prompt() -> None:
+        kv.release(0)
+        Prompt(decoder, kv, 0, [1] * m, None).advance()
+
+    return b, each, peak, us, median_of(prompt)
+
+
+def main() -> None:
+    """Measures all shapes and formats; writes the JSON after each row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--memory", type=float, default=80e9, help="bytes, weights included (default: %(default).0f)")
+    parser.add_argument("--room", type=float, default=2e9, help="bytes for work space (default: %(default).0f)")
+    parser.add_argument("--shapes", nargs="+", default=["161+338", "4096+512"], help="prompt + new tokens")
+    parser.add_argument("--formats", nargs="+", default=["nuq4-1", "nuq2-1", "kivi2-g32", "gear-l2"], choices=FORMATS)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
+    args = parser.parse_args()
+    decoder = model_of("llama2-7b", args.layers, 1 << 20, args.compile)
+    weights = fresh_peak()
+    run = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers,
+        "compiled": args.compile, "memory": args.memory, "weight_bytes": weights,
+    }  # fmt: skip
+    free, rows = int(args.memory - args.room) - weights, list[Row]()
+    for shape in args.shapes:
+        m, n = (int(x) for x in shape.split("+"))
+        for name in ("fp16", *args.formats):
+            b, each, peak, step, prompt = (
+                fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free)
+            )
+            row = Row(shape, name, b, each, peak, step, prompt, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6)
+            first = next((r for r in rows if r.shape == shape), row)
+            row.batch_ratio, row.decode_ratio, row.total_ratio = (
+                b / first.batch, row.decode / first.decode, row.total / first.total,
+            )  # fmt: skip
+            rows.append(row)
+            print(
+                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {step:.0f} us, {row.decode:.0f} tokens/s "
+                f"({row.decode_ratio:.2f}x), prompt {prompt:.0f} us, with prompts {row.total:.0f} "
+                f"({row.total_ratio:.2f}x), peak {peak * 1e-9:.1f} GB",
+                file=sys.stderr,
+                flush=True,
+            )
+            with open(args.out, "w") as file:
+                json.dump(run | {"rows": [asdict(r) for r in rows]}, file, indent=1)
+    show(rows)
+
+
+def show(rows: list[Row]) -> None:
+    """Prints the table."""
+    table = Table(title="equal memory")
+    for title in ("shape", "cache", "batch", "ratio", "step us", "tokens/s", "ratio", "with prompts", "ratio"):
+        table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
+    for r in rows:
+        table.add_row(
+            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", f"{r.step_us:.0f}", f"{r.decode:.0f}",
+            f"{r.decode_ratio:.2f}", f"{r.total:.0f}", f"{r.total_ratio:.2f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
