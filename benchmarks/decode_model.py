@@ -115,7 +115,7 @@ def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row
         part = cache.numbers[:, :, :, :, start : start + few.shape[1]]
         part.copy_(few[:, : part.shape[4]].expand_as(part))
     us = median_us(cache.capture(n), seconds)
-    predicted = 2 * found.l * b * n * found.h_kv * found.d * 2
+    predicted = dense_bytes(decoder, b, n)
     peak = torch.cuda.max_memory_allocated()
     return Row(shape, "fp16", 16.0, us, us, 0.0, weights, held, predicted, peak, 1.0)
 
@@ -211,6 +211,9 @@ def main() -> None:
             decoder = model_of(model, args.layers, 1 << 20, args.compile)
         assert decoder is not None
         for name in ("fp16", *args.formats):
+            if name == "fp16" and not fits(decoder, b, n):
+                print(f"{shape} fp16: does not fit this GPU", file=sys.stderr, flush=True)
+                continue
             row = (
                 dense(decoder, shape, b, n - SHORT, args.seconds)
                 if name == "fp16"
@@ -234,9 +237,21 @@ def main() -> None:
     show(rows)
 
 
+def fits(decoder: HFDecoder, b: int, n: int) -> bool:
+    """Whether the GPU has room for a cache in fp16."""
+    fresh_peak()
+    return dense_bytes(decoder, b, n) < torch.cuda.mem_get_info()[0]
+
+
+def dense_bytes(decoder: HFDecoder, b: int, n: int) -> int:
+    """Bytes of a cache in fp16."""
+    found = fingerprint(decoder.model)
+    return 2 * found.l * b * n * found.h_kv * found.d * 2
+
+
 def rows_of(rows: list[Row], shape: str) -> float:
-    """fp16's time at a shape."""
-    return next(row.step_us for row in rows if row.shape == shape and row.cache == "fp16")
+    """fp16's time at a shape; NaN where it does not fit."""
+    return next((row.step_us for row in rows if row.shape == shape and row.cache == "fp16"), float("nan"))
 
 
 def show(rows: list[Row]) -> None:
