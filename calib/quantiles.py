@@ -9,7 +9,7 @@ from calib.statistics import Extremes, Merging, Statistic
 
 CHANNEL_BINS = 1024  # of a column where there are many: 4 KiB each, quantiles to 1/1023 of the range
 LONE_BINS = 65536  # of a lone column
-_AT_ONCE = 1 << 21  # numbers whose bins are found together, in float64
+_AT_ONCE = 1 << 22  # numbers whose bins are found together, in float64
 _FLOOR = -149  # exponent of the smallest float32
 
 
@@ -39,9 +39,9 @@ class BinaryHistogram(Merging):
         assert self.high is not None
         assert self.counts is not None
         e = exponents(self.low, self.high, self.bins)
-        one = torch.ones_like(self.counts[:1, :1])
-        for columns in torch.arange(x.shape[1], device=x.device).split(max(1, _AT_ONCE // x.shape[0])):
-            some = slice(int(columns[0]), int(columns[-1]) + 1)
+        one, width = torch.ones_like(self.counts[:1, :1]), max(1, _AT_ONCE // x.shape[0])
+        for start in range(0, x.shape[1], width):
+            some = slice(start, start + width)
             index = _bins(x[:, some].T, e[some]) % self.bins
             self.counts[some].scatter_add_(1, index, one.expand_as(index))
 
