@@ -99,17 +99,13 @@ class SignpostLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """As HFLM's. Longest first, so that a batch too large fails at once; equal contexts share a batch."""
         cut = [self._request(context, continuation) for _, context, continuation in requests]
-        order = sorted(
-            range(len(cut)), key=lambda i: (-len(cut[i].context), cut[i].context, -len(cut[i].continuation))
-        )
+        order = sorted(range(len(cut)), key=lambda i: (-len(cut[i].context), cut[i].context, -len(cut[i].continuation)))
         found: dict[int, tuple[float, bool]] = {}
         size = override_bs or self.batch_size
         bar = tqdm(total=len(cut), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for start in range(0, len(order), size):
             batch = order[start : start + size]
-            answers = score(
-                self.model, self.bundle, [cut[i] for i in batch], self.tail, self.chunk, self.softmax_dtype
-            )
+            answers = score(self.model, self.bundle, [cut[i] for i in batch], self.tail, self.chunk, self.softmax_dtype)
             for i, answer in zip(batch, answers, strict=True):
                 found[i] = answer
                 if requests[i][0] is not None:  # windows of a longer text have no name

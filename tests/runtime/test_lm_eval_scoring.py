@@ -81,8 +81,10 @@ def test_token_by_token(model, name, tail):
     bundle = bundle_for(model, FORMATS[name])
     expected = [one_by_one(model, bundle, request, tail) for request in REQUESTS]
     check(score(model, bundle, REQUESTS, tail, chunk=1), expected)
-    # Nothing of this is what the model says with a cache in full precision.
-    assert sum(abs(plain(model, r) - e[0]) > 100 * tolerance(e[0]) for r, e in zip(REQUESTS, expected, strict=True)) > 2
+    differs = [abs(plain(model, r) - e[0]) > 100 * tolerance(e[0]) for r, e in zip(REQUESTS, expected, strict=True)]
+    assert differs[1]  # answers behind packed contexts are not read from full precision
+    assert differs[2]
+    assert not differs[5]  # nothing fills a page
 
 
 @pytest.mark.parametrize("chunk", [7, 32])
