@@ -1,6 +1,6 @@
 """The model class for lm-evaluation-harness: its methods on tiny models, its command on the embedded one.
 
-What scoring means is tested without lm_eval, in test_lm_eval_scoring.py; tolerances are that file's. Nothing is fetched.
+What scoring means is tested without lm_eval, in test_lm_eval_scoring.py; tolerances are its. Nothing is fetched.
 """
 
 import json

@@ -141,6 +141,15 @@ def test_greedy_continuations_are_told():
     assert [greedy for _, greedy in score(model, bundle, both, tail=0, chunk=1)] == [True, False]
 
 
+def test_dtype_of_probabilities():
+    """That of one token is then a number of float16, of whose 11 bits rounding on the way leaves 7 at least."""
+    model = double("llama")
+    bundle, request = bundle_for(model, FORMATS["kivi-2"]), REQUESTS[0]
+    exact, half = (score(model, bundle, [request], softmax_dtype=dtype)[0][0] for dtype in (None, torch.float16))
+    assert half == torch.tensor(half).half().item() != exact
+    assert abs(half - exact) <= 2**-7 * abs(exact)
+
+
 @pytest.mark.parametrize("context, continuation", [((), (1,)), ((1,), ())])
 def test_requests_that_ask_nothing(context, continuation):
     with pytest.raises(ValueError, match="both need one at least"):
