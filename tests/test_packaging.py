@@ -12,7 +12,17 @@ from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 # Not scipy: numba imports it where it is installed.
-OFFLINE = ["transformers", "accelerate", "hydra", "omegaconf", "sklearn", "matplotlib", "huggingface_hub", "datasets"]
+OFFLINE = [
+    "transformers",
+    "accelerate",
+    "hydra",
+    "omegaconf",
+    "sklearn",
+    "matplotlib",
+    "huggingface_hub",
+    "datasets",
+    "lm_eval",
+]
 
 
 def run_python(code: str, cwd: Path = ROOT) -> str:
