@@ -4,9 +4,10 @@
 
 Llama-2-7B's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the geometry's bytes
 of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch then allocated.
-A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt's time
-(attention in full precision, then packed) is that of one prompt after the other; `total` is the batch's new tokens over
-the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass of
+the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's keys
+are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over the time
+of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from benchmarks.decode_attention import FORMATS
+from benchmarks.decode_attention import FORMATS, numbers
 from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of
 from runtime import KVCache
-from runtime.decoding import DeviceSteps, Prompt
+from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
@@ -99,11 +101,27 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     for i in range(b):
         kv.release(i)
 
+    return b, each, peak, us, median_of(prompt_of(decoder, kv, m))
+
+
+def prompt_of(decoder: HFDecoder, kv: KVCache, m: int) -> Callable[[], None]:
+    """A pass over a prompt of m tokens into sequence 0, layer by layer packed."""
+    few = numbers(m, kv.bundle.model.h_kv, 1).transpose(0, 1).contiguous()
+    positions = torch.arange(m, device=few.device)
+    keys, values = kv.rotation.rotate(few, positions).half(), few.half()
+    tokens = torch.ones(1, m, dtype=torch.int64, device=few.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        out = kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
+        kv.layers[layer].append(0, keys, values)
+        return out
+
     def prompt() -> None:
         kv.release(0)
-        Prompt(decoder, kv, 0, [1] * m, None).advance()
+        decoder.forward(tokens, positions[None], attend)
+        kv.check()
 
-    return b, each, peak, us, median_of(prompt)
+    return prompt
 
 
 def main() -> None:
