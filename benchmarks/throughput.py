@@ -4,10 +4,10 @@
 
 Llama-2-7B's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the geometry's bytes
 of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch then allocated.
-A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass of
-the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's keys
-are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over the time
-of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass
+of the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's
+keys are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over
+the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
