@@ -431,6 +431,16 @@ def test_prefixes_that_make_no_sense():
             engine_for("kvquant", sequences=sequences, prefixes=prefixes)
 
 
+def test_requests_leave_sequences_for_prefixes_free():
+    engine = engine_for("kvquant", sequences=1, prefixes=2)
+    for i in range(3):
+        engine.submit(prompt(5, i), 10)
+    while not engine.idle:
+        engine.step()
+        assert set(engine.running) <= {0}
+        assert engine.kv.lengths[1:] == [0, 0]
+
+
 def test_without_prefixes_the_cache_is_as_it_was():
     bundle = BUNDLES["kvquant"]
     assert engine_for("kvquant", prefixes=0).kv.nbytes == 3 * bundle.geometry.cache_bytes(200, 4)
