@@ -6,7 +6,7 @@ Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf` and
 from artifacts import Bundle, load
 from runtime.cache import CacheFullError, KVCache
 from runtime.codec import Codec, PagePool
-from runtime.engine import Engine, Generation, RequestError
+from runtime.engine import Engine, Generation, Prefix, RequestError
 from runtime.sampling import Sampling
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Generation",
     "KVCache",
     "PagePool",
+    "Prefix",
     "RequestError",
     "Sampling",
     "load",

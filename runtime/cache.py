@@ -114,7 +114,6 @@ class LayerCache(CacheLayer):
                 side.used[i] = side.format.window.pages(self.lengths[i], side.format.t)
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """q [h_q, m, d], k and v [h_kv, m, d] of sequence i -> [h_q, m, d]."""
         m = q.shape[1]
         if m > FUSED_QUERIES or has_kernels(self.device) or not self.lengths[i]:
             return self._attend_dense(i, q, k, v, scaling)
@@ -126,7 +125,7 @@ class LayerCache(CacheLayer):
         return self._values(i, weights, v.float()).reshape(q.shape)
 
     def _scores(self, i: int, rows: Tensor, k: Tensor) -> Tensor:
-        """Unscaled scores float32 [h_kv, g * m, n + m] of all cached and the m new tokens."""
+        """Unscaled scores float32 [h_kv, g * m, tokens] of all cached and the new tokens."""
         sinks, newest = (x.float().permute(1, 2, 0) for x in self.key.exact(i, self.lengths[i]))
         return torch.cat([rows @ sinks, self._paged_scores(i, rows), rows @ newest, rows @ k.transpose(1, 2)], -1)
 
@@ -162,7 +161,7 @@ class LayerCache(CacheLayer):
         return causal_attention(q[None], keys[None], values[None], scaling, self.window, self.softcap)[0]
 
     def _dense_side(self, i: int, side: Side, fresh: Tensor, dtype: torch.dtype) -> Tensor:
-        """All tokens of a side after RoPE, [h_kv, n + m, d]."""
+        """All tokens of a side after RoPE, cached and fresh, [h_kv, tokens, d]."""
         sinks, newest = (x.transpose(0, 1).to(dtype) for x in side.exact(i, self.lengths[i]))
         if not side.used[i]:
             return torch.cat([sinks, newest, fresh], 1)
@@ -279,14 +278,19 @@ class KVCache:
         for layer in self.layers:
             layer.select(sequences)
 
-    def reserve(self, sequence: int, tokens: int, prompt: int = 0) -> None:
+    def reserve(self, sequence: int, tokens: int, prompt: int = 0, source: int | None = None) -> None:
         """Keeps room for an empty sequence until it holds so many tokens, `prompt` of them its prompt.
 
         Then no step of it can fail for want of pages. Raises CacheFullError, nothing changed, where there is none.
+        source: it will begin as a fork of this sequence as that is now. Those tokens count among `tokens`, but not
+        among the prompt, which comes behind them, and no room is kept for the pages that both will share.
         """
         if self.lengths[sequence]:
             raise ValueError(f"sequence {sequence} holds {self.lengths[sequence]} tokens already: release it first")
-        self.room.promise(sequence, tokens, prompt)
+        shared = 0 if source is None else self.lengths[source]
+        if tokens < shared:
+            raise ValueError(f"{tokens} tokens, but sequence {source} holds {shared}: a fork of it has at least these")
+        self.room.promise(sequence, tokens, prompt, shared)
 
     def free_tokens(self) -> int:
         """Tokens that one more sequence can be sure of now, its prompt not known: what admission goes by."""

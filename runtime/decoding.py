@@ -47,10 +47,17 @@ class Prompt:
     Attention is exact: until the prompt is complete its keys and values stay in full precision, in a work space of
     their own (`nbytes`); then they are packed. One pass needs no work space, a layer is packed when it is done. Pages
     are the same either way.
+
+    source  a sequence that these tokens come behind, attended as it is cached: `sequence` becomes a fork of it in the
+            last pass, and is empty until then. It must neither change nor end before that
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, sequence: int, tokens: Sequence[int], chunk: int | None):
+    def __init__(
+        self, decoder: Decoder, kv: KVCache, sequence: int, tokens: Sequence[int], chunk: int | None,
+        source: int | None = None,
+    ):  # fmt: skip
         self.decoder, self.kv, self.sequence, self.tokens, self.done = decoder, kv, sequence, list(tokens), 0
+        self.source, self.start = source, 0 if source is None else kv.lengths[source]
         self.chunk = len(tokens) if chunk is None else min(chunk, len(tokens))
         self._dense: list[tuple[Tensor, Tensor]] = []
         if self.chunk < len(tokens):
@@ -71,17 +78,27 @@ class Prompt:
         """Processes the next chunk. Logits [vocabulary] behind the prompt when it is in the cache, else None."""
         end = min(self.done + self.chunk, len(self.tokens))
         tokens = torch.tensor([self.tokens[self.done : end]]).to(self.decoder.device)
-        positions = torch.arange(self.done, end, device=self.decoder.device)[None]
+        positions = torch.arange(self.start + self.done, self.start + end, device=self.decoder.device)[None]
+        if not self._dense:
+            self._fork()
         logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._at_once)
         self.done = end
         if end < len(self.tokens):
             return None
+        if self._dense:
+            self._fork()
         for layer, (k, v) in zip(self.kv, self._dense, strict=False):
             layer.append(self.sequence, k[0], v[0])
         self._dense = []
         return logits[0]
 
+    def _fork(self) -> None:
+        if self.source is not None:
+            self.kv.fork(self.source, self.sequence)
+
     def _at_once(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+        if self.source is not None:
+            return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, [self.sequence])
         out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
         self.kv.layers[layer].append(self.sequence, k[0], v[0])
         return out
@@ -90,7 +107,10 @@ class Prompt:
         end = self.done + k.shape[2]
         keys, values = self._dense[layer]
         keys[:, :, self.done : end], values[:, :, self.done : end] = k, v
-        return self.kv.layers[layer].prompt(q, keys[:, :, :end], values[:, :, :end], scaling).transpose(1, 2)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        if self.source is not None:
+            return self.kv.layers[layer].attend_behind(self.source, q, keys, values, scaling)
+        return self.kv.layers[layer].prompt(q, keys, values, scaling).transpose(1, 2)
 
 
 class HostSteps:
@@ -120,7 +140,8 @@ class DeviceSteps:
     A step is of the cache's first b sequences, b the smallest size that covers those that go on. Others among them
     must be empty: they decode a token 0 that nobody sees.
 
-    sizes    of batches, ascending; the last is the cache's. To be made while the cache is empty: trying a graph writes
+    sizes    of batches; sequences behind the largest are in no step. To be made while the cache is empty: trying a
+             graph writes
     capture  False runs the same launches one by one
     """
 
@@ -205,8 +226,12 @@ def captured(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.C
     return graph, out
 
 
-def steps_of(decoder: Decoder, kv: KVCache, capture: bool = True) -> HostSteps | DeviceSteps:
-    """Decode steps for a cache, where it lives: on the GPU for batches of 1, 2, 4, ... up to the cache's."""
+def steps_of(decoder: Decoder, kv: KVCache, capture: bool = True, b: int | None = None) -> HostSteps | DeviceSteps:
+    """Decode steps for a cache, where it lives: on the GPU for batches of 1, 2, 4, ... up to b.
+
+    b: the first of the cache's sequences are those that steps may be of; others are never touched (None: all).
+    """
     if not has_kernels(kv.rotation.inv_freq.device):
         return HostSteps(decoder, kv)
-    return DeviceSteps(decoder, kv, sorted({min(1 << i, kv.b) for i in range(kv.b.bit_length() + 1)}), capture)
+    b = kv.b if b is None else b
+    return DeviceSteps(decoder, kv, sorted({min(1 << i, b) for i in range(b.bit_length() + 1)}), capture)

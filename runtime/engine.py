@@ -6,6 +6,12 @@
 
 A step admits what finds room, works on one prompt for a chunk, and decodes one token for every running request. Room
 for all of a request's tokens is reserved when it is admitted, so nothing that runs is broken off for want of pages.
+
+What many requests begin with is processed once, and shared by those that are forked from it:
+
+    engine = Engine(HFDecoder(model, bundle), bundle, sequences=8, max_tokens=4096, prefixes=1)
+    system = engine.prefix(system_prompt)
+    requests = [engine.submit(question, max_new_tokens=64, prefix=system) for question in questions]
 """
 
 from collections import deque
@@ -29,11 +35,38 @@ class RequestError(SignpostError, ValueError):
 
 
 @dataclass(eq=False)
+class Prefix:
+    """Tokens that requests begin with, kept by the engine that made it until `Engine.drop`.
+
+    prompt    its tokens
+    number    counts the engine's prefixes from 1
+    sequence  of the cache; None once it is kept no more: dropped, or failed, and then `error` says how
+    wanted    requests that were submitted with it and have not begun with it yet, in their order
+    """
+
+    prompt: tuple[int, ...]
+    number: int
+    sequence: int | None
+    dropped: bool = False
+    error: Exception | None = None
+    wanted: dict["Generation", None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"prefix {self.number} of {len(self.prompt)} tokens"
+
+    @property
+    def total(self) -> int:
+        """Tokens that the cache must have room for."""
+        return len(self.prompt)
+
+
+@dataclass(eq=False)
 class Generation:
     """A request and what has come of it.
 
     tokens  new ones so far, the stop token or sequence that ended them included
     reason  why it ended; None while it has not. `failed`: `error` says how
+    prefix  what the prompt comes behind
     """
 
     prompt: tuple[int, ...]
@@ -45,11 +78,17 @@ class Generation:
     error: Exception | None = None
     sequence: int | None = None  # of the cache, while it runs
     draws: torch.Generator = field(default_factory=torch.Generator)
+    prefix: Prefix | None = None
+
+    def __str__(self) -> str:
+        behind = f" behind {self.prefix}" if self.prefix else ""
+        return f"a prompt of {len(self.prompt)} tokens{behind} and {self.max_new_tokens} new ones"
 
     @property
     def total(self) -> int:
         """Tokens that the cache must have room for: the last new one is never fed back."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        shared = self.prefix.total if self.prefix else 0
+        return shared + len(self.prompt) + self.max_new_tokens - 1
 
     def take(self, token: int) -> None:
         """Appends a token and sees whether it is the last."""
@@ -66,11 +105,12 @@ class Engine:
     decoder     the model, see `runtime.decoding.Decoder`; several engines may use one model in turn
     bundle      calibrated for it
     sequences   the most requests that run at once
-    max_tokens  the most that one of them may hold, prompt and new tokens
+    max_tokens  the most that one of them may hold: prefix, prompt and new tokens
     budget      bytes of the cache; None: room for all sequences at full length
     chunk       tokens of a prompt that are processed between two decode steps; None: whole prompts. Chunks make others
                 wait less, but the prompt's keys and values are held in full precision until it is complete
     capture     on the GPU, decode steps as CUDA graphs
+    prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side.
     """
 
@@ -83,21 +123,65 @@ class Engine:
         budget: int | None = None,
         chunk: int | None = None,
         capture: bool = True,
+        prefixes: int = 0,
     ):
+        if sequences < 1 or prefixes < 0:
+            raise ValueError(
+                f"sequences={sequences}, prefixes={prefixes}: at least 1 sequence for requests, and 0 or more beside "
+                "them for prefixes"
+            )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
-        self.decoder, self.chunk = decoder, chunk
-        self.kv = KVCache(bundle, sequences, max_tokens, decoder.dtype, decoder.device, budget=budget)
+        self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
+        # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
+        self.kv = KVCache(bundle, sequences + prefixes, max_tokens, decoder.dtype, decoder.device, budget=budget)
         self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
-        self.steps = steps_of(decoder, self.kv, capture)
-        self.waiting: deque[Generation] = deque()
+        self.steps = steps_of(decoder, self.kv, capture, sequences)
+        self.waiting: deque[Generation | Prefix] = deque()
         self.running: dict[int, Generation] = {}  # by sequence, the prompt complete
-        self.prompt: tuple[Generation, Prompt] | None = None
+        self.prompt: tuple[Generation | Prefix, Prompt] | None = None
+        self.prefixes: dict[int, Prefix] = {}  # by sequence, from the call until they are kept no more
+        self._made = 0
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
         return not (self.waiting or self.running or self.prompt)
+
+    def prefix(self, tokens: Sequence[int]) -> Prefix:
+        """Queues tokens that requests are to begin with (`submit`): processed once, kept until `drop`.
+
+        A request's own prompt sees the prefix as it is cached, compressed, while attention within one prompt is exact.
+        Raises RequestError for no tokens, too many of them, or where no sequence for prefixes is free.
+        """
+        if not len(tokens):
+            raise RequestError("the prefix is empty: give at least one token")
+        if len(tokens) >= self.max_tokens:
+            raise RequestError(f"a prefix of {len(tokens)} tokens and at least one behind it: {self._limit}")
+        free = [i for i in range(self.sequences, self.kv.b) if i not in self.prefixes]
+        if self.kv.b == self.sequences:
+            raise RequestError("this engine has no sequences for prefixes: make it with prefixes=1 or more")
+        if not free:
+            raise RequestError(
+                f"the sequences for prefixes (prefixes={self.kv.b - self.sequences}) are taken by {self._kept()}: drop "
+                "one; it is free when the requests that were submitted with it have begun"
+            )
+        self._made += 1
+        prefix = Prefix(tuple(tokens), self._made, free[0])
+        self.prefixes[free[0]] = prefix
+        self.waiting.append(prefix)
+        return prefix
+
+    def drop(self, prefix: Prefix) -> None:
+        """Keeps a prefix no longer than the requests need that were submitted with it; those that run have its pages.
+
+        Nothing happens to one that was dropped before or has failed. Raises RequestError for another engine's.
+        """
+        if prefix.sequence is None or prefix.dropped:
+            return
+        self._require_own(prefix)
+        prefix.dropped = True
+        self._let_go(prefix)
 
     def submit(
         self,
@@ -105,26 +189,29 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[int | Sequence[int]] = (),
+        prefix: Prefix | None = None,
     ) -> Generation:
-        """Queues a request; `stop` are tokens, or sequences of tokens, that end it.
+        """Queues a request; `stop` are tokens, or sequences of tokens, that end it; `prefix` is what it begins with.
 
-        Raises RequestError for what can never be served: an empty prompt, more tokens than the model or the cache has.
+        Raises RequestError for what can never be served: an empty prompt, more tokens than the model or the cache has,
+        a prefix that has failed or was dropped.
         """
+        if prefix is not None:
+            self._require_own(prefix)
         if not len(prompt):
-            raise RequestError("the prompt is empty: give at least one token")
+            raise RequestError(f"the prompt is empty: give at least one token{' behind the prefix' if prefix else ''}")
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in stop)
         if () in ends:
             raise RequestError("an empty stop sequence: name at least one token in each")
-        request = Generation(tuple(prompt), max_new_tokens, sampling or Sampling(), ends)
+        request = Generation(tuple(prompt), max_new_tokens, sampling or Sampling(), ends, prefix=prefix)
         if request.total > self.max_tokens:
-            raise RequestError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones: a sequence of this engine holds "
-                f"{self.max_tokens} (max_tokens=, budget=, and the model has {self.decoder.positions} positions)"
-            )
+            raise RequestError(f"{request}: {self._limit}")
         request.draws.manual_seed(request.sampling.seed)
         self.waiting.append(request)
+        if prefix is not None:
+            prefix.wanted[request] = None
         return request
 
     def cancel(self, request: Generation) -> None:
@@ -164,57 +251,123 @@ class Engine:
             self.step()
 
     def _advance_prompt(self) -> list[Generation]:
-        """Admits the next request if there is room, and processes a chunk of its prompt."""
-        if self.prompt is None and not self._admit():
+        """Admits what comes next if there is room, and processes a chunk of it; returns as `step`."""
+        if not (self.prompt or self.waiting):
             return []
-        assert self.prompt is not None
-        request, prompt = self.prompt
+        work = self.prompt[0] if self.prompt else self.waiting[0]
         try:
-            logits = prompt.advance()
+            self.prompt = self.prompt or self._admit(work)
+            logits = self.prompt[1].advance() if self.prompt else None
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
-            # Numbers that cannot be packed, or memory that somebody else took: this request ends, the others do not.
-            request.error = error
-            self._end(request, "failed")
-            return [request]
+            # Numbers that cannot be packed, or memory that somebody else took: this one ends, the others do not.
+            return self._fail(work, error)
         if logits is None:
             return []
-        assert request.sequence is not None
-        self.prompt, self.running[request.sequence] = None, request
-        self._take(request, choose(logits[None], [request.sampling], [request.draws])[0])
-        return [request]
+        self.prompt = None
+        if isinstance(work, Prefix):
+            return []
+        assert work.sequence is not None
+        self.running[work.sequence] = work
+        self._begun(work)
+        self._take(work, choose(logits[None], [work.sampling], [work.draws])[0])
+        return [work]
 
-    def _admit(self) -> bool:
-        """Gives the first of the waiting requests a sequence and room for all of its tokens, if there are."""
-        free = [i for i in range(self.kv.b) if i not in self.running]
-        if not self.waiting or not free:
-            return False
-        request = self.waiting[0]
+    def _admit(self, work: Generation | Prefix) -> tuple[Generation | Prefix, Prompt] | None:
+        """Gives the first of those that wait a sequence and room for all of its tokens, if there are.
+
+        A prefix is complete when its requests' turn comes: it was queued before them. Raises CacheFullError for want of
+        room that no request's end can bring.
+        """
+        sequence = work.sequence  # a prefix has one
+        if sequence is None:
+            sequence = next((i for i in range(self.sequences) if i not in self.running), None)
+        if sequence is None:
+            return None
+        source = work.prefix.sequence if isinstance(work, Generation) and work.prefix else None
         try:
-            self.kv.reserve(free[0], request.total, len(request.prompt))
-        except CacheFullError:
-            return False  # those that run will end
+            self.kv.reserve(sequence, work.total, len(work.prompt), source)
+        except CacheFullError as error:
+            if self.running:
+                return None  # they will end
+            raise CacheFullError(
+                f"{work}: nothing runs that could end, and the cache has no room for it beside {self._kept(work)}: "
+                "drop a prefix, or give the cache a larger budget"
+            ) from error
         self.waiting.popleft()
-        request.sequence = free[0]
-        try:
-            self.prompt = request, Prompt(self.decoder, self.kv, free[0], request.prompt, self.chunk)
-        except torch.OutOfMemoryError as error:
-            request.error = error
-            self._end(request, "failed")
-            return False
-        return True
+        work.sequence = sequence
+        return work, Prompt(self.decoder, self.kv, sequence, work.prompt, self.chunk, source)
 
     def _take(self, request: Generation, token: int) -> None:
         request.take(token)
         if request.reason is not None:
             self._end(request, request.reason)
 
+    def _fail(self, work: Generation | Prefix, error: Exception) -> list[Generation]:
+        """Ends a request, or a prefix and all requests that are to begin with it; returns the requests."""
+        work.error = error
+        if isinstance(work, Generation):
+            self._end(work, "failed")
+            return [work]
+        self._leave(work)
+        failed = list(work.wanted)
+        for request in failed:
+            request.error = _failure(work)
+            self._end(request, "failed")
+        return failed
+
     def _end(self, request: Generation, reason: Reason) -> None:
         request.reason = reason
-        if request in self.waiting:
-            self.waiting.remove(request)
-        if self.prompt and self.prompt[0] is request:
-            self.prompt = None
         if request.sequence is not None:
             self.running.pop(request.sequence, None)
-            self.kv.release(request.sequence)
-            request.sequence = None
+        self._leave(request)
+        self._begun(request)
+
+    def _begun(self, request: Generation) -> None:
+        """The request needs its prefix no more: it has the pages, or has ended."""
+        if request.prefix is not None:
+            request.prefix.wanted.pop(request, None)
+            self._let_go(request.prefix)
+
+    def _let_go(self, prefix: Prefix) -> None:
+        """Frees a prefix that was dropped, if no request is still to begin with it."""
+        if prefix.dropped and not prefix.wanted and prefix.sequence is not None:
+            self._leave(prefix)
+
+    def _leave(self, work: Generation | Prefix) -> None:
+        """Takes a request or a prefix from wherever it is, and frees what it holds."""
+        if work in self.waiting:
+            self.waiting.remove(work)
+        if self.prompt and self.prompt[0] is work:
+            self.prompt = None
+        if work.sequence is not None:
+            self.kv.release(work.sequence)
+            if isinstance(work, Prefix):
+                del self.prefixes[work.sequence]
+            work.sequence = None
+
+    def _require_own(self, prefix: Prefix) -> None:
+        """Raises RequestError for a prefix that no request of this engine can begin with."""
+        if prefix.error is not None:
+            raise _failure(prefix)
+        if prefix.dropped:
+            raise RequestError(f"{prefix} was dropped: make it again (Engine.prefix)")
+        if prefix not in self.prefixes.values():
+            raise RequestError(f"{prefix} is another engine's: make it with this one (Engine.prefix)")
+
+    def _kept(self, but: Generation | Prefix | None = None) -> str:
+        """Prefixes that hold sequences, but one, by name."""
+        return ", ".join(str(prefix) for prefix in self.prefixes.values() if prefix is not but)
+
+    @property
+    def _limit(self) -> str:
+        return (
+            f"a sequence of this engine holds {self.max_tokens} (max_tokens=, budget=, and the model has "
+            f"{self.decoder.positions} positions)"
+        )
+
+
+def _failure(prefix: Prefix) -> RequestError:
+    """What a request ends with whose prefix has failed."""
+    error = RequestError(f"{prefix} failed, and so does what begins with it: {prefix.error}")
+    error.__cause__ = prefix.error
+    return error

@@ -63,6 +63,13 @@ class CacheLayer(ABC):
         """This layer's attention in full precision, nothing cached: as `causal_attention`."""
         return causal_attention(q, k, v, scaling, self.window, self.softcap)
 
+    def attend_behind(self, sequence: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Attention over a sequence and k, v [1, h_kv, n, d] behind it of q [1, h_q, m, d], the last m of these n.
+
+        Nothing is kept, the sequence stays as it is. Returns [1, m, h_q, d] in q's dtype.
+        """
+        return self._attend_one(sequence, q[0], k[0], v[0], scaling).transpose(0, 1)[None].to(q.dtype)
+
     def append(self, sequence: int, k: Tensor, v: Tensor, offset: int = 0) -> None:
         """Appends k and v [h_kv, m, d], attended elsewhere. Raises as `attend`; offset: position of token 0."""
         self.room.take({sequence: self.lengths[sequence] + k.shape[1]})
@@ -70,7 +77,7 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """q [h_q, m, d], k and v [h_kv, m, d] of sequence i -> [h_q, m, d]."""
+        """q [h_q, m, d], the last of k and v [h_kv, n, d] behind sequence i, over it and these -> [h_q, m, d]."""
 
     @abstractmethod
     def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:

@@ -138,15 +138,19 @@ class Room:
                 tables.book.trim(i, max(side.used[i] for side in members))
         self._asked = None
 
-    def promise(self, sequence: int, tokens: int, prompt: int) -> None:
-        """Keeps room for an empty sequence of so many tokens. Raises CacheFullError where there is none."""
+    def promise(self, sequence: int, tokens: int, prompt: int, shared: int = 0) -> None:
+        """Keeps room for an empty sequence of so many tokens, `shared` of them another's, `prompt` behind these.
+
+        Raises CacheFullError where there is none.
+        """
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise CacheFullError(f"{tokens} tokens, but a sequence of this cache holds at most {self.max_tokens}")
         try:
             for key, tables in self.tables.items():
                 side = max(self.geometries[key], key=lambda side: side.segment_bytes)
-                pages = tables.window.pages(tokens, tables.t)
-                first = tables.window.pages(min(prompt, tokens), tables.t)
+                held = tables.window.pages(shared, tables.t)
+                pages = tables.window.pages(tokens, tables.t) - held
+                first = tables.window.pages(min(shared + prompt, tokens), tables.t) - held
                 tables.book.promise(sequence, pages, side.segments(pages, first))
         except CacheFullError:
             self.release(sequence)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import runtime.cache
+import runtime.decoding
 import runtime.side
 import runtime.step
 from artifacts import PageGeometry
@@ -150,5 +151,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
-    for module in (runtime.side, runtime.cache):
+    for module in (runtime.side, runtime.cache, runtime.decoding):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

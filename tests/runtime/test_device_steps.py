@@ -99,8 +99,8 @@ def test_the_engines_device_steps(formats, monkeypatch):
         with monkeypatch.context() as patch:
             if stands_in:
                 stand_in(patch)
-                patch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: None)
             engine = Engine(HFDecoder(MODEL, bundle), bundle, 3, 200, capture=False)
+            assert isinstance(engine.steps, runtime.decoding.DeviceSteps) == stands_in
             requests = [engine.submit(prompt(n, n), new) for n, new in wanted]
             engine.run()
             found.append([request.tokens for request in requests])

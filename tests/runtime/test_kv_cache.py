@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from artifacts import LayerFormat
 from runtime import CacheFullError, KVCache
-from tests.attending import pool_bytes
+from tests.attending import expected, pool_bytes
+from tests.attending import filled as filled_case
+from tests.attending import step as case_step
 from tests.formats import CASES, cache_numbers, kivi, kvquant, random_bundle
 
 H_Q, H_KV, D = 4, 2, 32
@@ -418,3 +420,40 @@ def test_budgets_that_make_no_sense():
         KVCache(BUNDLE, 1, budget=1000)
     with pytest.raises(CacheFullError, match=r"budget=1000: full precision and tables of 2 sequences take \d+ bytes"):
         KVCache(BUNDLE, 2, 400, budget=1000)
+
+
+def test_a_reserve_for_a_fork_is_of_what_it_adds():
+    """Shared pages are not promised again; the rest is, whatever others take meanwhile."""
+    kv = room_for(300)
+    most = kv.free_tokens()
+    pass_of(kv, 0, 0, 200)
+    with pytest.raises(CacheFullError):
+        kv.reserve(1, most)
+    kv.reserve(1, most, source=0)
+    with pytest.raises(CacheFullError):
+        pass_of(kv, 2, 10, 60)
+    kv.release(2)
+    kv.fork(0, 1)
+    kv.release(0)
+    pass_of(kv, 1, 1, most - 200)
+    assert all(book.promised == [0, 0, 0] for book in (tables.book for tables in kv.room.tables.values()))
+    kv.release(1)
+    pass_of(kv, 0, 0, 100)
+    with pytest.raises(ValueError, match="99 tokens, but sequence 0 holds 100: a fork of it has at least these"):
+        kv.reserve(1, 99, source=0)
+
+
+@all_cases
+def test_attention_behind_a_sequence_keeps_nothing(case):
+    """The last of some new tokens see the cached ones and these, few by page kernels and many by decoding."""
+    kv = filled_case(case, [case.key.window.sinks + case.key.window.recent + 2 * case.key.t + 3])
+    before = copy.deepcopy(kv)
+    q, k, v, _ = case_step(case, kv.lengths, 20, 30)
+    for m in (1, 5, 12, 20):
+        rows = q[:, :, 20 - m :]
+        out = kv.layers[0].attend_behind(0, rows, k, v, case.d**-0.5)
+        wanted, bound = expected(case, kv, 0, rows[0], k[0], v[0])
+        assert out.dtype == rows.dtype
+        assert (np.abs(out[0].transpose(0, 1).double().numpy() - wanted) <= bound).all()
+    assert kv.lengths == before.lengths
+    assert_same_content(kv, before)
