@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
@@ -63,8 +64,12 @@ class Generation:
 class Engine:
     """Serves requests on one model and one cache. Not for several threads at once.
 
+    Processes that share a model have an engine each. They must make it alike and submit, step and cancel alike; tokens
+    are chosen by the first of them. What fails one of their passes is raised, because the others wait in that pass:
+    the process must end, and with it the others.
+
     decoder     the model, see `runtime.decoding.Decoder`; several engines may use one model in turn
-    bundle      calibrated for it
+    bundle      calibrated for it: whole, or this process's slice
     sequences   the most requests that run at once
     max_tokens  the most that one of them may hold, prompt and new tokens
     budget      bytes of the cache; None: room for all sequences at full length
@@ -87,6 +92,7 @@ class Engine:
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
         self.decoder, self.chunk = decoder, chunk
+        bundle = bundle.shard(decoder.split.rank, decoder.split.world)
         self.kv = KVCache(bundle, sequences, max_tokens, decoder.dtype, decoder.device, budget=budget)
         self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
         self.steps = steps_of(decoder, self.kv, capture)
@@ -140,8 +146,7 @@ class Engine:
         going = dict(self.running)
         logits = self.steps.run({i: request.tokens[-1] for i, request in going.items()})
         requests = list(going.values())
-        tokens = choose(logits, [r.sampling for r in requests], [r.draws for r in requests])
-        for request, token in zip(requests, tokens, strict=True):
+        for request, token in zip(requests, self._choose(logits, requests), strict=True):
             self._take(request, token)
         return served + requests
 
@@ -173,14 +178,13 @@ class Engine:
             logits = prompt.advance()
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             # Numbers that cannot be packed, or memory that somebody else took: this request ends, the others do not.
-            request.error = error
-            self._end(request, "failed")
+            self._fail(request, error)
             return [request]
         if logits is None:
             return []
         assert request.sequence is not None
         self.prompt, self.running[request.sequence] = None, request
-        self._take(request, choose(logits[None], [request.sampling], [request.draws])[0])
+        self._take(request, self._choose(logits[None], [request])[0])
         return [request]
 
     def _admit(self) -> bool:
@@ -198,10 +202,20 @@ class Engine:
         try:
             self.prompt = request, Prompt(self.decoder, self.kv, free[0], request.prompt, self.chunk)
         except torch.OutOfMemoryError as error:
-            request.error = error
-            self._end(request, "failed")
+            self._fail(request, error)
             return False
         return True
+
+    def _choose(self, logits: Tensor, requests: list[Generation]) -> list[int]:
+        """A token for each row of logits, the same in all processes that share the model."""
+        return self.decoder.agree(choose(logits, [r.sampling for r in requests], [r.draws for r in requests]))
+
+    def _fail(self, request: Generation, error: Exception) -> None:
+        """Ends a request that failed. Raises the error where other processes wait for this one."""
+        request.error = error
+        self._end(request, "failed")
+        if self.decoder.ranks > 1:
+            raise error
 
     def _take(self, request: Generation, token: int) -> None:
         request.take(token)
