@@ -121,8 +121,8 @@ class Bundle:
     def save(self, path: str | Path) -> Path:
         """Writes the bundle to folder `path`, atomically: it holds the old bundle or the new one, never a mixture.
 
-        Raises BundleError for a slice and where `path` is something else than a bundle, ValueError and TypeError where calibration or
-        evaluation are not plain finite JSON data, OSError where the disk refuses. See `replace_folder`.
+        Raises BundleError for a slice and where `path` is something else than a bundle, ValueError and TypeError where
+        calibration or evaluation are not plain finite JSON data, OSError where the disk refuses. See `replace_folder`.
         """
         if self.split != WHOLE:
             raise BundleError(

@@ -8,6 +8,7 @@
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -122,6 +123,7 @@ def _left() -> int:
     if _ranks() > 1:
         import torch.distributed as dist
 
+        gc.collect()  # captured steps go before what connects their ranks
         dist.destroy_process_group()
     return 0
 

@@ -31,7 +31,7 @@ from transformers import (
     TextStreamer,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.utils import logging
 
@@ -464,7 +464,7 @@ def share_of(model: PreTrainedModel, bundle: Bundle) -> Bundle:
 
 
 def tensor_mesh(model: PreTrainedModel) -> DeviceMesh | None:
-    """The ranks among which transformers has shared the model's weights (tensor parallelism); None where they are whole."""
+    """The ranks that share the model's weights by transformers' tensor parallelism; None where these are whole."""
     if (getattr(model, "tp_size", None) or 1) == 1:
         return None
     mesh = cast(DeviceMesh, model._device_mesh)

@@ -1,4 +1,4 @@
-"""Slices of a bundle for ranks that share its kv heads: what is cut, what is not, what pages hold then, what is refused."""
+"""Slices of a bundle for ranks that share its kv heads: what is cut, what pages hold then, what is refused."""
 
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from artifacts import (
     PageGeometry,
     Rotate,
     Split,
-    Window,
 )
 from tests.artifacts.samples import mixed_bundle, sample_bundle
 from tests.formats import CASES, kvquant, random_bundle
@@ -27,11 +26,7 @@ BY_HEAD = {"mean", "scale", "zero", "widths", "outlier_mask"}
 SHARED = {"sketch", "outlier_sketch", "edges"}
 
 
-WINDOW = Window(1, 0)
-BANDED = LayerFormat(
-    Format(32, banded=Banded(2.5), window=WINDOW),
-    Format(32, banded=Banded(2.0), window=WINDOW, rotate=Rotate("learned")),
-)
+BANDED = LayerFormat(Format(32, banded=Banded(2.5)), Format(32, banded=Banded(2.0), rotate=Rotate("learned")))
 FORMATS = {case.name: LayerFormat(case.key, case.value) for case in CASES} | {"banded": BANDED}
 every_format = pytest.mark.parametrize("layer", FORMATS.values(), ids=FORMATS)
 
@@ -82,7 +77,7 @@ def test_pages_of_a_slice_are_those_of_a_model_with_fewer_heads(layer):
 
 
 def test_outliers_of_a_slice_are_counted_over_its_heads():
-    """Keys: ceil(1.5 * 0.01 * n) slots for a page of n numbers; values: 2 * ceil(0.005 * n) for a token of n numbers."""
+    """Slots: ceil(1.5 * 0.01 * n) for a page of n keys; 2 * ceil(0.005 * n) for each token of n values."""
     whole = random_bundle([kvquant(3)], 8, 4, 128)
     slots = [[side.fields["index"].field.shape for side in b.geometry.pairs[0]] for b in (whole, whole.shard(0, 2))]
     assert slots == [[(492,), (64 * 2 * 3,)], [(246,), (64 * 2 * 2,)]]

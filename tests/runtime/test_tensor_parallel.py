@@ -1,8 +1,8 @@
 """Two ranks that share a model by kv heads, on the CPU: the tokens of one rank, each with its own heads' pages.
 
-Models are loaded and connected by transformers. Formats whose numbers do not span heads make the same pages on two ranks
-as on one. Where they do, the reference is the plain model over numbers that a codec for each half of the heads, cut here
-by hand, has encoded and decoded.
+Models are loaded and connected by transformers. Formats whose numbers do not span heads make the same pages on two
+ranks as on one. Where they do, the reference is the plain model over numbers that a codec for each half of the heads,
+cut here by hand, has encoded and decoded.
 """
 
 import copy
