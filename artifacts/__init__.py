@@ -18,7 +18,7 @@ from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.loading import load
-from artifacts.model import ModelFingerprint, Rope
+from artifacts.model import ModelFingerprint, Rope, Split
 from artifacts.parts import Banded, Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "SignpostError",
     "Sketch",
     "Sparse",
+    "Split",
     "UnsupportedModelError",
     "Window",
     "load",

@@ -19,11 +19,11 @@ from safetensors.numpy import save as dump_tensors
 from artifacts import strict_json
 from artifacts.atomic import replace_folder
 from artifacts.card import CARD, MARK, bundle_card
-from artifacts.errors import BundleError, FormatError
+from artifacts.errors import BundleError, BundleMismatchError, FormatError
 from artifacts.fields import PageShape, SideName, TensorSpec
 from artifacts.format import Format, LayerFormat, to_json
 from artifacts.geometry import CacheGeometry
-from artifacts.model import ModelFingerprint
+from artifacts.model import WHOLE, ModelFingerprint, Split
 
 SCHEMA_VERSION = 1
 MANIFEST, TENSORS, EVALUATION = "manifest.json", "tensors.safetensors", "evaluation.json"
@@ -43,6 +43,7 @@ class Bundle:
     tensors      `layers.<l>.<key|value>.<name>` as the formats declare them, and `rope.inv_freq`
     calibration  provenance: data source and hash, samples, seed, package versions; plain JSON data
     evaluation   measured quality, or None; plain JSON data
+    split        which share of the kv heads this is, if a slice (`shard`): in memory only, files hold whole bundles
     Raises FormatError when tensors and formats do not agree.
     """
 
@@ -52,6 +53,7 @@ class Bundle:
     tensors: Mapping[str, Tensor]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] | None = None
+    split: Split = WHOLE
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.model.l:
@@ -92,12 +94,40 @@ class Bundle:
         """The same bundle with measured quality attached."""
         return replace(self, evaluation=evaluation)
 
+    def shard(self, rank: int, world: int) -> "Bundle":
+        """The slice for one of `world` ranks, each with h_kv / world kv heads and the query heads that belong to them.
+
+        Tensors are cut along their kv heads; those without are the same in all slices. Formats stay: whatever a page
+        has by its heads (outliers and slots, scales of all heads of a token) is then of the rank's heads.
+        A slice gives itself, if it is the one that is asked for.
+        Raises FormatError for ranks that there are not, or that cannot share the heads evenly, and BundleMismatchError
+        where this is another slice.
+        """
+        split = Split(rank, world)
+        if split == self.split:
+            return self
+        if self.split != WHOLE:
+            raise BundleMismatchError(
+                f"this bundle is the slice for {self.split}, and the slice for {split} is wanted: "
+                "pass the whole bundle, every rank takes its own slice"
+            )
+        model, tensors = self.model.share(world), {}
+        for name, spec in tensor_specs(model, self.layers).items():
+            whole, size = self.tensors[name], spec.shape[0]
+            # A copy, so that nobody keeps the whole bundle for its slice.
+            tensors[name] = whole if whole.shape == spec.shape else whole[rank * size : (rank + 1) * size].copy()
+        return replace(self, model=model, tensors=tensors, split=split)
+
     def save(self, path: str | Path) -> Path:
         """Writes the bundle to folder `path`, atomically: it holds the old bundle or the new one, never a mixture.
 
-        Raises BundleError where `path` is something else than a bundle, ValueError and TypeError where calibration or
-        evaluation are not plain finite JSON data, OSError where the disk refuses. See `replace_folder`.
+        Raises BundleError for a slice and where `path` is something else than a bundle, ValueError and TypeError where
+        calibration or evaluation are not plain finite JSON data, OSError where the disk refuses. See `replace_folder`.
         """
+        if self.split != WHOLE:
+            raise BundleError(
+                f"this bundle is the slice for {self.split}: save the whole one, slices are cut on loading"
+            )
         files = {
             TENSORS: dump_tensors({name: np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)})
         }

@@ -1,6 +1,6 @@
 """What a bundle remembers of the model it was made for."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, Literal
 
@@ -35,6 +35,26 @@ class Rope:
         """Channel pair (first, second) of each frequency."""
         half = self.dim // 2
         return [(i, i + half) if self.layout == "half" else (2 * i, 2 * i + 1) for i in range(half)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The share of `rank` among `world` ranks that hold as many kv heads each, in their order."""
+
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise FormatError(
+                f"rank={self.rank} of world={self.world}: ranks count from 0 to world - 1, and there is at least one"
+            )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
+
+
+WHOLE = Split(0, 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,15 @@ class ModelFingerprint:
     def window(self, layer: int) -> int:
         """How many of the newest tokens a query of this layer sees, itself included; 0: all."""
         return self.sliding[layer] if self.sliding else 0
+
+    def share(self, world: int) -> "ModelFingerprint":
+        """The model as each of `world` ranks sees it that share its heads. Raises FormatError where that is uneven."""
+        if self.h_kv % world:
+            raise FormatError(
+                f"h_kv={self.h_kv} kv heads cannot be shared evenly by world={world} ranks: start as many as divide "
+                f"{self.h_kv}"
+            )
+        return replace(self, h_q=self.h_q // world, h_kv=self.h_kv // world)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what only some models have where this one lacks it."""

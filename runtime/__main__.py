@@ -3,9 +3,13 @@
 `python -m runtime generate --bundle B --model M --prompt "..."`: text from a model with a compressed cache.
 `python -m runtime bench --bundle B --model M`: memory and speed with the bundle beside full precision.
 `python -m runtime compile --bundle B --arch sm_90a`: the kernels that a bundle needs, compiled ahead; no GPU needed.
+
+`torchrun --nproc-per-node N -m runtime generate ...` (or bench): N processes share the model, the first one prints.
 """
 
 import argparse
+import gc
+import os
 import sys
 import time
 from pathlib import Path
@@ -52,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
     compile_.add_argument(
         "--arch", required=True, nargs="+", choices=ARCHS, help=f"one or several of {', '.join(ARCHS)}"
     )
+    compile_.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="processes that will share the model; default: 1"
+    )
     return top
 
 
@@ -70,41 +77,65 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit code: 0, 2 with one line on what is wrong, or 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not _first())
     try:
         if options.command == "compile":
-            _compile(load(options.bundle), options.arch)
+            _compile(load(options.bundle), options.arch, options.ranks)
             return 0
         if options.command == "bench":
             _bench(options, load(options.bundle), console)
-            return 0
+            return _left()
         if options.max_new_tokens < 1 or options.temperature < 0:
             raise SignpostError(
                 f"--max-new-tokens {options.max_new_tokens} --temperature {options.temperature}: "
                 "at least 1 token, and a temperature of 0 or more"
             )
         _generate(options, load(options.bundle), console)
+        return _left()
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
     except (SignpostError, OSError) as error:
-        return _failed(console, str(error))
+        return _failed(str(error))
     except ImportError as error:
-        return _failed(console, f"{error}: pip install 'signpost-kv[hf]'")
-    return 0
+        return _failed(f"{error}: pip install 'signpost-kv[hf]'")
 
 
-def _failed(console: Console, message: str) -> int:
-    console.print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)  # names may look like markup
+def _failed(message: str) -> int:
+    """Every rank says what failed it: the others may not know. torchrun then ends them."""
+    where = f" rank {os.environ.get('RANK', '0')}:" if _ranks() > 1 else ""
+    error = Text.assemble(("error:", "bold red"), f"{where} {message}")  # names may look like markup
+    Console(stderr=True).print(error, soft_wrap=True)
     return 2
 
 
-def _compile(bundle: Bundle, archs: list[str]) -> None:
+def _ranks() -> int:
+    """Processes that torchrun has started to share a model; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _first() -> bool:
+    """Whether this process is the one that prints."""
+    return _ranks() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def _left() -> int:
+    """Takes leave of the other ranks, after a success of all."""
+    if _ranks() > 1:
+        import torch.distributed as dist
+
+        gc.collect()  # captured steps go before what connects their ranks
+        dist.destroy_process_group()
+    return 0
+
+
+def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
     from runtime.pack import units as pack_units
     from runtime.units import units
 
     start, count = time.perf_counter(), 0
+    bundle = bundle.shard(0, ranks)  # kernels know how many heads there are, not which
     for arch in archs:
         for unit, seconds, resources in precompile([*units(bundle), *pack_units(bundle, arch)], arch):
             count += 1
@@ -121,7 +152,7 @@ def _bench(options: argparse.Namespace, bundle: Bundle, console: Console) -> Non
     from runtime.hf import load_causal_lm
     from runtime.hf_decoder import HFDecoder
 
-    model, _ = load_causal_lm(options.model, options.dtype, options.device)
+    model, _ = load_causal_lm(options.model, options.dtype, options.device, sharded=_ranks() > 1)
     with console.status("loading") as status:
         rows = compare(
             HFDecoder(model, bundle, options.compile),
@@ -131,7 +162,7 @@ def _bench(options: argparse.Namespace, bundle: Bundle, console: Console) -> Non
             options.new_tokens,
             status.update,
         )
-    Console().print(table(rows, options.prompt_tokens, options.new_tokens))
+    Console(quiet=not _first()).print(table(rows, options.prompt_tokens, options.new_tokens, _ranks()))
 
 
 def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:
@@ -139,8 +170,8 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
 
     from runtime.hf import SignpostCache, TextStreamer, load_causal_lm
 
-    model, tokenizer = load_causal_lm(options.model, options.dtype, options.device)
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    model, tokenizer = load_causal_lm(options.model, options.dtype, options.device, sharded=_ranks() > 1)
+    text = _standard_input() if options.prompt == "-" else options.prompt
     prompt = tokenizer(text, return_tensors="pt").to(model.device)
     length = prompt["input_ids"].shape[1]
     if not length:
@@ -159,19 +190,30 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
     start = time.perf_counter()
     ids = cast(Any, model).generate(
         **prompt, past_key_values=cache, max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True), **sampling,
+        streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True) if _first() else None, **sampling,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     new = ids.shape[1] - length
     assert cache.kv is not None
+    each = f" of each of {_ranks()} ranks" if _ranks() > 1 else ""
     # The last token is never fed back, so it is not in the cache.
     console.print(
         f"{new} tokens in {seconds:.2f} s ({new / seconds:.1f} tokens/s, prompt of {length} included) · "
-        f"cache {cache.nbytes} bytes for {cache.kv.lengths[0]} tokens · "
+        f"cache {cache.nbytes} bytes{each} for {cache.kv.lengths[0]} tokens · "
         f"{cache.bits:.2f} bits per number, everything counted",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _standard_input() -> str:
+    """All of it. Ranks share one, which the first reads for all."""
+    texts = [sys.stdin.read() if _first() else ""]
+    if _ranks() > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(texts, src=0)
+    return texts[0]
 
 
 if __name__ == "__main__":

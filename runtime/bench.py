@@ -47,6 +47,7 @@ def compare(
 ) -> list[Measured]:
     """Full precision, then the bundle: `batch` prompts of `prompt` tokens, `new` tokens each.
 
+    Processes that share a model call this together; figures are this one's, bytes those of its heads.
     tell: called with the name of each stage as it begins. Raises SignpostError for numbers that make no sense.
     """
     if min(batch, prompt) < 1 or new < 2:
@@ -55,6 +56,7 @@ def compare(
         raise SignpostError(
             f"prompts of {prompt} tokens and {new} new ones exceed the model's {decoder.positions} positions"
         )
+    bundle = bundle.shard(decoder.split.rank, decoder.split.world)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(decoder.vocabulary, (batch, prompt), generator=generator)
     return [_dense(decoder, bundle, tokens, new, tell), _compressed(decoder, bundle, tokens, new, tell)]
@@ -100,12 +102,12 @@ def _compressed(
     for i, row in enumerate(tokens.tolist()):
         logits = Prompt(decoder, kv, i, row, None).advance()
         assert logits is not None
-        chosen[i] = int(logits.argmax())
+        (chosen[i],) = decoder.agree([int(logits.argmax())])
     first = time.perf_counter() - start
     tell(f"{bundle.recipe}: steps")
 
     def step() -> None:
-        chosen.update(enumerate(steps.run(chosen).argmax(-1).tolist()))
+        chosen.update(enumerate(decoder.agree(steps.run(chosen).argmax(-1).tolist())))
 
     seconds = _median(step, new - 1)
     kv.check()
@@ -136,9 +138,10 @@ def _median(step: Callable[[], None], count: int) -> float:
     return statistics.median(times[1:] or times)
 
 
-def table(rows: list[Measured], prompt: int, new: int) -> Table:
-    """Side by side; ratios are to the first row."""
-    shown = Table(title=f"batch {rows[0].batch}, {prompt} tokens in, {new} out")
+def table(rows: list[Measured], prompt: int, new: int, ranks: int = 1) -> Table:
+    """Side by side; ratios are to the first row. ranks: that share the model; the figures are those of one."""
+    each = f", each of {ranks} ranks" if ranks > 1 else ""
+    shown = Table(title=f"batch {rows[0].batch}, {prompt} tokens in, {new} out{each}")
     for title in ("cache", "bytes", "peak bytes", "first token, s", "a token, ms", "tokens/s", "memory", "speed"):
         shown.add_column(title, justify="left" if title == "cache" else "right")
     for row in rows:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from artifacts import Split
 from runtime.cache import KVCache
 from runtime.side import has_kernels
 from runtime.step import StepInputs
@@ -36,6 +37,17 @@ class Decoder(Protocol):
     @property
     def vocabulary(self) -> int:
         """Tokens that there are."""
+
+    @property
+    def split(self) -> Split:
+        """Which share of the kv heads this process attends with; a bundle's slice for it is what it needs."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model and do all passes together; 1 where the model is whole."""
+
+    def agree(self, tokens: list[int]) -> list[int]:
+        """The tokens that all these processes go on with, each of which calls this with its own choice."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""

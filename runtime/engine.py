@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
@@ -102,8 +103,12 @@ class Generation:
 class Engine:
     """Serves requests on one model and one cache. Not for several threads at once.
 
+    Processes that share a model have an engine each. They must make it alike and submit, step and cancel alike; tokens
+    are chosen by the first of them. What fails one of their passes is raised, because the others wait in that pass:
+    the process must end, and with it the others.
+
     decoder     the model, see `runtime.decoding.Decoder`; several engines may use one model in turn
-    bundle      calibrated for it
+    bundle      calibrated for it: whole, or this process's slice
     sequences   the most requests that run at once
     max_tokens  the most that one of them may hold: prefix, prompt and new tokens
     budget      bytes of the cache; None: room for all sequences at full length
@@ -133,6 +138,7 @@ class Engine:
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
+        bundle = bundle.shard(decoder.split.rank, decoder.split.world)
         # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
         self.kv = KVCache(bundle, sequences + prefixes, max_tokens, decoder.dtype, decoder.device, budget=budget)
         self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
@@ -227,8 +233,7 @@ class Engine:
         going = dict(self.running)
         logits = self.steps.run({i: request.tokens[-1] for i, request in going.items()})
         requests = list(going.values())
-        tokens = choose(logits, [r.sampling for r in requests], [r.draws for r in requests])
-        for request, token in zip(requests, tokens, strict=True):
+        for request, token in zip(requests, self._choose(logits, requests), strict=True):
             self._take(request, token)
         return served + requests
 
@@ -269,7 +274,7 @@ class Engine:
         assert work.sequence is not None
         self.running[work.sequence] = work
         self._begun(work)
-        self._take(work, choose(logits[None], [work.sampling], [work.draws])[0])
+        self._take(work, self._choose(logits[None], [work])[0])
         return [work]
 
     def _admit(self, work: Generation | Prefix) -> tuple[Generation | Prefix, Prompt] | None:
@@ -297,22 +302,32 @@ class Engine:
         work.sequence = sequence
         return work, Prompt(self.decoder, self.kv, sequence, work.prompt, self.chunk, source)
 
+    def _choose(self, logits: Tensor, requests: list[Generation]) -> list[int]:
+        """A token for each row of logits, the same in all processes that share the model."""
+        return self.decoder.agree(choose(logits, [r.sampling for r in requests], [r.draws for r in requests]))
+
     def _take(self, request: Generation, token: int) -> None:
         request.take(token)
         if request.reason is not None:
             self._end(request, request.reason)
 
     def _fail(self, work: Generation | Prefix, error: Exception) -> list[Generation]:
-        """Ends a request, or a prefix and all requests that are to begin with it; returns the requests."""
+        """Ends a request, or a prefix and all requests that are to begin with it; returns the requests.
+
+        Raises the error where other processes wait for this one in a pass; for want of room all have failed alike.
+        """
         work.error = error
         if isinstance(work, Generation):
             self._end(work, "failed")
-            return [work]
-        self._leave(work)
-        failed = list(work.wanted)
-        for request in failed:
-            request.error = _failure(work)
-            self._end(request, "failed")
+            failed = [work]
+        else:
+            self._leave(work)
+            failed = list(work.wanted)
+            for request in failed:
+                request.error = _failure(work)
+                self._end(request, "failed")
+        if self.decoder.ranks > 1 and not isinstance(error, CacheFullError):
+            raise error
         return failed
 
     def _end(self, request: Generation, reason: Reason) -> None:

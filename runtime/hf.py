@@ -6,6 +6,7 @@ computes what it always did. Only this file and `runtime.hf_decoder` import tran
 
 import hashlib
 import json
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -28,10 +31,13 @@ from transformers import (
     TextStreamer,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.utils import logging
 
 from artifacts import Bundle, LayerFormat, ModelFingerprint, Rope
 from artifacts.errors import SignpostError, UnsupportedModelError
+from artifacts.model import WHOLE, Split
 from runtime.cache import KVCache
 from runtime.rope import Rotation
 from runtime.side import has_kernels
@@ -51,11 +57,15 @@ __all__ = [
     "require_one_rope",
     "rotary",
     "rotary_by_layer",
+    "share_of",
     "sliding_windows",
+    "split_of",
+    "tensor_mesh",
 ]
 
 ATTENTION = "signpost"  # our name in transformers' registries
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")  # whose output holds the keys, as models call them
 
 # Configuration entries that change the model's mathematics and are the same under every version of transformers.
 _HASHED = (
@@ -71,13 +81,16 @@ _active: ContextVar["AttendingCache | None"] = ContextVar("signpost_active_cache
 class AttendingCache(Cache):
     """A transformers cache that computes attention itself, for one model. Subclasses give `attend`: `SignpostCache`.
 
-    sliding, softcap: of the model, as in `ModelFingerprint`. Raises UnsupportedModelError for windows of other kinds.
+    sliding, softcap: of the model, as in `ModelFingerprint`; split: which share of its kv heads its attention has here.
+    Raises UnsupportedModelError for windows of other kinds.
     """
 
     def __init__(self, model: PreTrainedModel):
         config = text_config(model)
         super().__init__(layers=cast(Any, [_Layer() for _ in range(config.num_hidden_layers)]))
         self.sliding, self.softcap = sliding_windows(config), softcap_of(config)
+        self.split = split_of(model)
+        self.h_kv = kv_heads(config) // self.split.world
         self.base = weakref.ref(attach(model))
         self._mask: Tensor | None = None  # the last pass's
         self._valid: Tensor | None = None
@@ -134,13 +147,14 @@ class SignpostCache(AttendingCache):
     """Compressed cache for one batch of sequences, to be passed as `past_key_values`.
 
     model       any supported decoder (`fingerprint` says); its batches may be padded on the left
-    bundle      calibrated for this model, else BundleMismatchError
+    bundle      calibrated for this model, else BundleMismatchError. Where transformers shares the model's heads among
+                several ranks, each takes its slice of the bundle and keeps its own heads' pages
     max_tokens  tokens to reserve per sequence (None: grow by doubling), as in `runtime.cache.KVCache`
     Raises UnsupportedModelError for models that cannot be compressed, or not on the device where this one is.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
-        require_fit(model, bundle)
+        bundle = share_of(model, bundle)
         if has_kernels(model.device):
             require_kernels(bundle)
         super().__init__(model)
@@ -261,6 +275,11 @@ def _attention(
         raise UnsupportedModelError(f"{type(module).__name__} does not pass position_ids to its attention function")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"an attention mask of {attention_mask.dim()} dimensions: only [batch, tokens] is supported")
+    if key.shape[1] != cache.h_kv:
+        raise UnsupportedModelError(
+            f"attention of layer {layer} gets {key.shape[1]} kv heads, and {cache.split} should have {cache.h_kv}: "
+            "only plans that give each rank its own heads, or all of them to every rank, are supported"
+        )
     m = query.shape[2]
     out = cache.attend(layer, query, key, value, position_ids, cache.valid(attention_mask, m), scaling)
     cast(_Layer, cache.layers[layer]).seen += m
@@ -364,7 +383,6 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
     _require_supported(model, config)
     rope, _ = rotary(model)
     h_q = config.num_attention_heads
-    index = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return ModelFingerprint(
         name=_public_name(str(config.name_or_path or type(model).__name__)),
         architecture=type(model).__name__,
@@ -374,10 +392,21 @@ def fingerprint(model: PreTrainedModel) -> ModelFingerprint:
         d=getattr(config, "head_dim", None) or config.hidden_size // h_q,
         rope=rope,
         config_hash=config_hash(config),
-        weights_hash=_digest(index),
+        weights_hash=_digest(_weights_index(model)),
         sliding=sliding_windows(config),
         softcap=softcap_of(config),
     )
+
+
+def _weights_index(model: PreTrainedModel) -> list[tuple[str, list[int]]]:
+    """Names and shapes of all parameters, of the whole model also where each rank holds a part of it."""
+    weights = list(model.named_parameters())
+    if tensor_mesh(model) and not any(isinstance(weight, DTensor) for _, weight in weights):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is shared among ranks as plain tensors, which do not say of which shape the whole "
+            "ones are: load it with transformers 5.17 or newer, its weights not quantized"
+        )
+    return [(name, list(weight.shape)) for name, weight in weights]  # a DTensor's shape is the whole one's
 
 
 def config_hash(config: Any) -> str:
@@ -413,9 +442,49 @@ def sliding_windows(config: Any) -> tuple[int, ...]:
 
 
 def require_fit(model: PreTrainedModel, bundle: Bundle) -> None:
-    """Raises BundleMismatchError for a bundle of another model, and what `fingerprint` and `require_one_rope` raise."""
-    bundle.model.require(fingerprint(model))
+    """Raises BundleMismatchError for a bundle of another model, and what `fingerprint` and `require_one_rope` raise.
+
+    A whole bundle is held against the whole model, also where this rank has a part of it; a slice must be this rank's.
+    """
+    found = fingerprint(model)
+    if bundle.split != WHOLE:
+        split = split_of(model)
+        bundle.shard(split.rank, split.world)  # raises for another slice
+        found = found.share(split.world)
+    bundle.model.require(found)
     require_one_rope(model, bundle.layers)
+
+
+def share_of(model: PreTrainedModel, bundle: Bundle) -> Bundle:
+    """What this process needs of a bundle for `model`: the slice of its kv heads, or all where it has all of them.
+
+    Raises as `require_fit`, and FormatError where the ranks cannot share the kv heads evenly.
+    """
+    require_fit(model, bundle)
+    split = split_of(model)
+    return bundle.shard(split.rank, split.world)
+
+
+def tensor_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+    """The ranks that share the model's weights by transformers' tensor parallelism; None where these are whole."""
+    if (getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    mesh = cast(DeviceMesh, model._device_mesh)
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def split_of(model: PreTrainedModel) -> Split:
+    """Which share of the kv heads this process's attention gets, by the plan that transformers has shared it by.
+
+    All of them also on ranks whose plan gathers what projections give (OLMo 2, Phi-3): these attend alike.
+    """
+    mesh = tensor_mesh(model)
+    if mesh is None:
+        return WHOLE
+    cut = any(
+        style == "colwise" and name.rpartition(".")[2] in KEY_PROJECTIONS for name, style in model.tp_plan.items()
+    )
+    return Split(mesh.get_local_rank(), mesh.size()) if cut else WHOLE
 
 
 def require_one_rope(model: PreTrainedModel, layers: Sequence[LayerFormat | None]) -> None:
@@ -545,7 +614,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_causal_lm(
-    name: str, dtype: str, device: str, revision: str | None = None, gpus: Sequence[int] = ()
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    gpus: Sequence[int] = (),
+    sharded: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in eval mode with frozen weights, and its tokenizer.
 
@@ -553,14 +627,16 @@ def load_causal_lm(
     dtype     float32, bfloat16, float16, or auto for the checkpoint's
     device    as in `resolve_device`
     gpus      over which to spread the layers, by numbers; none: the model stays whole, on `device`
+    sharded   the ranks that torchrun has started share the weights of every layer (tensor parallelism), each on a GPU
+              of its own if there are any, so `device` is auto. transformers connects them. Only rank 0 shows progress
     Raises ModelLoadError where one of them cannot be had.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelLoadError(f"dtype={dtype}: allowed are auto, {', '.join(DTYPES)}")
-    path, target = model_path(name), resolve_device(device)
+    path, target = model_path(name), _shared_device(device) if sharded else resolve_device(device)
     try:
         AutoConfig.from_pretrained(path, revision=revision)  # a clear error before gigabytes are read
-        where = _where(target, gpus)
+        where = {"distributed_config": DistributedConfig(tp_plan="auto")} if sharded else _where(target, gpus)
         model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -570,8 +646,25 @@ def load_causal_lm(
         ) from error
     if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()} and gpus:
         raise ModelLoadError(f"{name!r} does not fit GPUs {list(gpus)}: give it more GPUs, or dtype=bfloat16")
-    placed = model if gpus else cast(Any, model).to(target)
+    placed = model if gpus or sharded else cast(Any, model).to(target)
     return placed.eval().requires_grad_(False), tokenizer
+
+
+def _shared_device(name: str) -> torch.device:
+    """The kind of device that transformers puts a model's shares on. Raises ModelLoadError where it has no such."""
+    kind, gpus = "cuda" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
+    if name not in ("auto", kind):
+        raise ModelLoadError(f"device={name}: ranks that share a model work on {kind} here; use device=auto")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if kind == "cuda" and gpus < ranks:
+        raise ModelLoadError(
+            f"device={name}: {ranks} ranks on this machine, but torch sees {gpus} CUDA devices: start at most as many "
+            "ranks (--nproc-per-node) as there are GPUs"
+        )
+    if int(os.environ.get("RANK", "0")):
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    return torch.device(kind)
 
 
 def _where(device: torch.device, gpus: Sequence[int]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from artifacts import Bundle
+from artifacts import Bundle, Split
 from artifacts.errors import UnsupportedModelError
 from runtime.decoding import Attend
-from runtime.hf import AttendingCache, require_fit, text_config
+from runtime.hf import AttendingCache, share_of, tensor_mesh, text_config
 
 
 class _Relay(AttendingCache):
@@ -28,15 +29,17 @@ class _Relay(AttendingCache):
 class HFDecoder:
     """Any model that `runtime.hf.fingerprint` supports. The model stays usable for other passes.
 
+    Where transformers shares the model among ranks, every rank has a decoder of its share.
     bundle   of the model, which is then checked
     compile  decode steps run the model's layers through torch.compile, which fuses what transformers launches one by
              one; the first steps of each batch size take seconds to compile. Prompts run as they are
-    Raises BundleMismatchError for a bundle of another model, UnsupportedModelError for layers that `compile` finds not.
+    Raises BundleMismatchError for a bundle of another model, FormatError for one whose heads the ranks cannot share,
+    UnsupportedModelError for layers that `compile` finds not.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None, compile: bool = False):
         if bundle is not None:
-            require_fit(model, bundle)
+            share_of(model, bundle)
         self.model, self._cache = model, _Relay(model)
         self._layers = _CompiledLayers(model) if compile else None
         config = text_config(model)
@@ -52,6 +55,26 @@ class HFDecoder:
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.model.dtype
+
+    @property
+    def split(self) -> Split:
+        """Which share of the kv heads this process attends with."""
+        return self._cache.split
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        mesh = tensor_mesh(self.model)
+        return mesh.size() if mesh else 1
+
+    def agree(self, tokens: list[int]) -> list[int]:
+        """Those of the first of the ranks that share the model, which all call this."""
+        mesh = tensor_mesh(self.model)
+        if mesh is None:
+            return tokens
+        sent = torch.tensor(tokens, device=self.device)
+        dist.broadcast(sent, group=mesh.get_group(), group_src=0)
+        return cast("list[int]", sent.tolist())
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
