@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from artifacts import Bundle
 from runtime.cache import KVCache
 from runtime.side import has_kernels
 from runtime.step import StepInputs
@@ -36,6 +37,9 @@ class Decoder(Protocol):
     @property
     def vocabulary(self) -> int:
         """Tokens that there are."""
+
+    def require(self, bundle: Bundle) -> None:
+        """Raises BundleMismatchError for a bundle of another model."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
@@ -96,6 +100,8 @@ class Prompt:
 class HostSteps:
     """Decode steps on the CPU: the sequences that go on are the batch."""
 
+    any_of_them = True  # some of the sequences may go on while others that hold tokens wait
+
     def __init__(self, decoder: Decoder, kv: KVCache):
         self.decoder, self.kv = decoder, kv
 
@@ -123,6 +129,8 @@ class DeviceSteps:
     sizes    of batches, ascending; the last is the cache's. To be made while the cache is empty: trying a graph writes
     capture  False runs the same launches one by one
     """
+
+    any_of_them = False
 
     def __init__(self, decoder: Decoder, kv: KVCache, sizes: Sequence[int], capture: bool = True):
         if any(kv.lengths):

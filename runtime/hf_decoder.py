@@ -29,9 +29,10 @@ class HFDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None):
+        self.model = model
         if bundle is not None:
-            require_fit(model, bundle)
-        self.model, self._cache = model, _Relay(model)
+            self.require(bundle)
+        self._cache = _Relay(model)
         config = text_config(model)
         self.positions = cast("int | None", getattr(config, "max_position_embeddings", None))
         self.vocabulary = int(config.vocab_size)
@@ -45,6 +46,10 @@ class HFDecoder:
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.model.dtype
+
+    def require(self, bundle: Bundle) -> None:
+        """Raises BundleMismatchError for a bundle of another model."""
+        require_fit(self.model, bundle)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

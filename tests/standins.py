@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import runtime.cache
+import runtime.decoding
 import runtime.side
 import runtime.step
 from artifacts import PageGeometry
@@ -124,5 +125,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on caches on the CPU launch kernels as caches on a GPU do, and torch stands in for these."""
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
-    for module in (runtime.side, runtime.cache):
+    for module in (runtime.side, runtime.cache, runtime.decoding):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
