@@ -6,6 +6,7 @@ different lengths, reordering, sharing and freeing are edits of tables (`runtime
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -183,6 +184,12 @@ class LayerCache(CacheLayer):
         self.key.share(source, sequence)
         self.value.share(source, sequence)
 
+    def rewind(self, sequence: int, n: int) -> None:
+        """As `CacheLayer.rewind`: the window still holds what a page was packed from, all but the newest token."""
+        super().rewind(sequence, n)
+        for side in (self.key, self.value):
+            side.used[sequence] = side.format.window.pages(n, side.format.t)
+
     @property
     def loaded_step(self) -> LayerStep | None:
         """The kernels of a decode step, if `step` has loaded them."""
@@ -311,6 +318,23 @@ class KVCache:
     def take_step(self, sequences: Sequence[int]) -> None:
         """Pages for one more token of each of these sequences. Raises CacheFullError before anything has changed."""
         self.room.take({i: self.layers[0].lengths[i] + 1 for i in sequences})
+
+    @contextmanager
+    def transaction(self, sequences: Sequence[int]) -> Iterator[None]:
+        """Around a step of one token for each of these sequences: where it breaks off, nothing has changed.
+
+        Layers come one after the other, so a pass that fails has given the token to some and not to others.
+        """
+        lengths, promises = self.lengths, self.room.promises()
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too
+            for layer in self.layers:
+                for i in sequences:
+                    layer.rewind(i, lengths[i])
+            self.room.trim()
+            self.room.promise_again(promises)
+            raise
 
     def step_inputs(self, b: int) -> StepInputs:
         """Inputs of device steps of the first b sequences, at an address of their own."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from artifacts import Split
+from artifacts import Bundle, Split
 from runtime.cache import KVCache
 from runtime.side import has_kernels
 from runtime.step import StepInputs
@@ -48,6 +48,9 @@ class Decoder(Protocol):
 
     def agree(self, tokens: list[int]) -> list[int]:
         """The tokens that all these processes go on with, each of which calls this with its own choice."""
+
+    def require(self, bundle: Bundle) -> None:
+        """Raises BundleMismatchError for a bundle of another model."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
@@ -128,6 +131,8 @@ class Prompt:
 class HostSteps:
     """Decode steps on the CPU: the sequences that go on are the batch."""
 
+    any_of_them = True  # some of the sequences may go on while others that hold tokens wait
+
     def __init__(self, decoder: Decoder, kv: KVCache):
         self.decoder, self.kv = decoder, kv
 
@@ -156,6 +161,8 @@ class DeviceSteps:
              graph writes
     capture  False runs the same launches one by one
     """
+
+    any_of_them = False
 
     def __init__(self, decoder: Decoder, kv: KVCache, sizes: Sequence[int], capture: bool = True):
         if any(kv.lengths):

@@ -14,9 +14,11 @@ What many requests begin with is processed once, and shared by those that are fo
     requests = [engine.submit(question, max_new_tokens=64, prefix=system) for question in questions]
 """
 
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Literal
 
 import torch
@@ -91,6 +93,12 @@ class Generation:
         shared = self.prefix.total if self.prefix else 0
         return shared + len(self.prompt) + self.max_new_tokens - 1
 
+    def draw_again(self) -> None:
+        """Sets the draws to where they were before the next token: a step that broke off may have drawn for it."""
+        self.draws.manual_seed(self.sampling.seed)
+        for _ in self.tokens if self.sampling.temperature else ():
+            torch.rand((), generator=self.draws, dtype=torch.float64)
+
     def take(self, token: int) -> None:
         """Appends a token and sees whether it is the last."""
         self.tokens.append(token)
@@ -116,7 +124,8 @@ class Engine:
                 wait less, but the prompt's keys and values are held in full precision until it is complete
     capture     on the GPU, decode steps as CUDA graphs
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
-    Raises CacheFullError for a budget that does not hold a page of each side.
+    Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
+    another model.
     """
 
     def __init__(
@@ -137,6 +146,7 @@ class Engine:
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
+        decoder.require(bundle)
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
         bundle = bundle.shard(decoder.split.rank, decoder.split.world)
         # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
@@ -173,7 +183,7 @@ class Engine:
                 "one; it is free when the requests that were submitted with it have begun"
             )
         self._made += 1
-        prefix = Prefix(tuple(tokens), self._made, free[0])
+        prefix = Prefix(self._known(tokens), self._made, free[0])
         self.prefixes[free[0]] = prefix
         self.waiting.append(prefix)
         return prefix
@@ -199,8 +209,8 @@ class Engine:
     ) -> Generation:
         """Queues a request; `stop` are tokens, or sequences of tokens, that end it; `prefix` is what it begins with.
 
-        Raises RequestError for what can never be served: an empty prompt, more tokens than the model or the cache has,
-        a prefix that has failed or was dropped.
+        Raises RequestError for what can never be served: an empty prompt, tokens that the model does not have, more
+        tokens than the model or the cache holds, a prefix that has failed or was dropped.
         """
         if prefix is not None:
             self._require_own(prefix)
@@ -211,7 +221,7 @@ class Engine:
         ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in stop)
         if () in ends:
             raise RequestError("an empty stop sequence: name at least one token in each")
-        request = Generation(tuple(prompt), max_new_tokens, sampling or Sampling(), ends, prefix=prefix)
+        request = Generation(self._known(prompt), max_new_tokens, sampling or Sampling(), ends, prefix=prefix)
         if request.total > self.max_tokens:
             raise RequestError(f"{request}: {self._limit}")
         request.draws.manual_seed(request.sampling.seed)
@@ -226,16 +236,45 @@ class Engine:
             self._end(request, "cancelled")
 
     def step(self) -> list[Generation]:
-        """Some work for everybody: those requests that got a token or ended."""
+        """Some work for everybody: those requests that got a token or ended.
+
+        What fails in a decode step (memory that somebody else took) is raised, and the requests that run are as they
+        were before it: step again, or cancel some first.
+        """
         served = self._advance_prompt()
         if not self.running:
             return served
-        going = dict(self.running)
-        logits = self.steps.run({i: request.tokens[-1] for i, request in going.items()})
+        try:
+            return served + self._decode(dict(self.running))
+        except (SignpostError, ValueError):
+            if not self.steps.any_of_them or self.decoder.ranks > 1:
+                raise
+            return served + self._decode_one_by_one()
+
+    def _decode(self, going: dict[int, Generation]) -> list[Generation]:
+        """A token for each of these requests, by sequence; where that fails, nothing has changed."""
         requests = list(going.values())
-        for request, token in zip(requests, self._choose(logits, requests), strict=True):
+        try:
+            with self.kv.transaction(list(going)):
+                logits = self.steps.run({i: request.tokens[-1] for i, request in going.items()})
+                tokens = self._choose(logits, requests)
+        except BaseException:
+            for request in requests:
+                request.draw_again()
+            raise
+        for request, token in zip(requests, tokens, strict=True):
             self._take(request, token)
-        return served + requests
+        return requests
+
+    def _decode_one_by_one(self) -> list[Generation]:
+        """A token for every running request but those whose numbers cannot be packed: these end."""
+        requests = dict(self.running)
+        for i, request in requests.items():
+            try:
+                self._decode({i: request})
+            except (SignpostError, ValueError) as error:
+                self._fail(request, error)
+        return list(requests.values())
 
     def run(self) -> None:
         """Steps until everything has ended."""
@@ -263,18 +302,19 @@ class Engine:
         try:
             self.prompt = self.prompt or self._admit(work)
             logits = self.prompt[1].advance() if self.prompt else None
+            if logits is None:
+                return []
+            tokens = [] if isinstance(work, Prefix) else self._choose(logits[None], [work])
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             # Numbers that cannot be packed, or memory that somebody else took: this one ends, the others do not.
             return self._fail(work, error)
-        if logits is None:
-            return []
         self.prompt = None
         if isinstance(work, Prefix):
             return []
         assert work.sequence is not None
         self.running[work.sequence] = work
         self._begun(work)
-        self._take(work, self._choose(logits[None], [work])[0])
+        self._take(work, tokens[0])
         return [work]
 
     def _admit(self, work: Generation | Prefix) -> tuple[Generation | Prefix, Prompt] | None:
@@ -306,6 +346,16 @@ class Engine:
         """A token for each row of logits, the same in all processes that share the model."""
         return self.decoder.agree(choose(logits, [r.sampling for r in requests], [r.draws for r in requests]))
 
+    def _known(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """A prompt's tokens. Raises RequestError for what the model has no embedding of."""
+        for place, token in enumerate(prompt):
+            if not hasattr(token, "__index__") or not 0 <= index(token) < self.decoder.vocabulary:
+                raise RequestError(
+                    f"token {token!r} at place {place} of the prompt: must be an integer from 0 to "
+                    f"{self.decoder.vocabulary - 1}, what the model has embeddings of"
+                )
+        return tuple(index(token) for token in prompt)
+
     def _take(self, request: Generation, token: int) -> None:
         request.take(token)
         if request.reason is not None:
@@ -316,7 +366,9 @@ class Engine:
 
         Raises the error where other processes wait for this one in a pass; for want of room all have failed alike.
         """
-        work.error = error
+        # The error lives on in the request; what the frames of its traceback hold (work space, the cache) must not.
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+        work.error = error.with_traceback(None)
         if isinstance(work, Generation):
             self._end(work, "failed")
             failed = [work]

@@ -38,9 +38,10 @@ class HFDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None, compile: bool = False):
+        self.model = model
         if bundle is not None:
-            share_of(model, bundle)
-        self.model, self._cache = model, _Relay(model)
+            self.require(bundle)
+        self._cache = _Relay(model)
         self._layers = _CompiledLayers(model) if compile else None
         config = text_config(model)
         self.positions = cast("int | None", getattr(config, "max_position_embeddings", None))
@@ -75,6 +76,10 @@ class HFDecoder:
         sent = torch.tensor(tokens, device=self.device)
         dist.broadcast(sent, group=mesh.get_group(), group_src=0)
         return cast("list[int]", sent.tolist())
+
+    def require(self, bundle: Bundle) -> None:
+        """Raises BundleMismatchError for a bundle of another model, FormatError for heads that ranks cannot share."""
+        share_of(self.model, bundle)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -92,6 +92,10 @@ class CacheLayer(ABC):
         """Lets an empty sequence begin with the tokens of another; `KVCache.fork` does the tables."""
         self.lengths[sequence], self.offsets[sequence] = self.lengths[source], self.offsets[source]
 
+    def rewind(self, sequence: int, n: int) -> None:
+        """Forgets the newest token of a sequence, if it holds more than n; `KVCache.transaction` does the tables."""
+        self.lengths[sequence] = n
+
     def release(self, sequence: int) -> None:
         """Forgets a sequence; `KVCache.release` does the tables."""
         self.lengths[sequence] = self.offsets[sequence] = 0

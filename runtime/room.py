@@ -156,6 +156,16 @@ class Room:
             self.release(sequence)
             raise
 
+    def promises(self) -> list[tuple[list[int], list[int]]]:
+        """Pages and segments promised to each sequence, by book."""
+        books = [tables.book for tables in self.tables.values()]
+        return [(list(book.promised), list(book.promised_segments)) for book in books]
+
+    def promise_again(self, promises: list[tuple[list[int], list[int]]]) -> None:
+        """Promises what `promises` said, when the pages that were taken since have been given back."""
+        for tables, (pages, segments) in zip(self.tables.values(), promises, strict=True):
+            tables.book.promised, tables.book.promised_segments = list(pages), list(segments)
+
     def free_tokens(self) -> int:
         """Tokens that one more sequence can be sure of."""
         most = self.max_tokens if self.max_tokens is not None else 1 << 31
