@@ -118,8 +118,8 @@ def prompt_of(decoder: HFDecoder, kv: KVCache, m: int) -> Callable[[], None]:
 
     def prompt() -> None:
         kv.release(0)
-        decoder.forward(tokens, positions[None], attend)
-        kv.check()
+        with kv.checked_once():
+            decoder.forward(tokens, positions[None], attend)
 
     return prompt
 

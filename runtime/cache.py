@@ -19,6 +19,7 @@ from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
 from runtime.layer import CacheLayer
+from runtime.pack import Packer, check_all
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
@@ -76,8 +77,8 @@ class LayerCache(CacheLayer):
         n = self.lengths[i]
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         try:
-            self.key.pack(i, k, n, offset)
-            self.value.pack(i, v, n, offset)
+            self.key.pack(i, k, n, offset, self.room.checks)
+            self.value.pack(i, v, n, offset, self.room.checks)
         except Exception:  # whatever it is: pages taken for tokens that did not come go back, and it goes on
             self.room.trim()
             raise
@@ -349,8 +350,22 @@ class KVCache:
 
     def check(self) -> None:
         """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
-        for side in self.room.sides:
-            if has_kernels(side.codec.device):
-                side.packer.check()
-        if self._packers:
-            self._packers.check()
+        check_all(self._loaded_packers + (self._packers.packers if self._packers else []))
+
+    @property
+    def _loaded_packers(self) -> list[Packer]:
+        """Of sides; those of steps are others."""
+        return [side.loaded_packer for side in self.room.sides if side.loaded_packer]
+
+    @contextmanager
+    def checked_once(self) -> Iterator[None]:
+        """Within it, a GPU is not waited for layer by layer to say whether it could pack what is appended, but once.
+
+        Raises KernelError in the end where it could not; tokens were appended all the same: release their sequence.
+        """
+        self.room.checks = False
+        try:
+            yield
+        finally:
+            self.room.checks = True
+        check_all(self._loaded_packers)

@@ -5,6 +5,7 @@ one of a transformers model. On the GPU a decode step is captured as a CUDA grap
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -90,20 +91,24 @@ class Prompt:
         return sum(x.nbytes for pair in self._dense for x in pair)
 
     def advance(self) -> Tensor | None:
-        """Processes the next chunk. Logits [vocabulary] behind the prompt when it is in the cache, else None."""
+        """Processes the next chunk. Logits [vocabulary] behind the prompt when it is in the cache, else None.
+
+        Raises ValueError or KernelError for numbers that cannot be packed: release the sequence.
+        """
         end = min(self.done + self.chunk, len(self.tokens))
         tokens = torch.tensor([self.tokens[self.done : end]]).to(self.decoder.device)
         positions = torch.arange(self.start + self.done, self.start + end, device=self.decoder.device)[None]
         if not self._dense:
             self._fork()
-        logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._at_once)
-        self.done = end
-        if end < len(self.tokens):
-            return None
-        if self._dense:
-            self._fork()
-        for layer, (k, v) in zip(self.kv, self._dense, strict=False):
-            layer.append(self.sequence, k[0], v[0])
+        with self.kv.checked_once() if end == len(self.tokens) else nullcontext():
+            logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._at_once)
+            self.done = end
+            if end < len(self.tokens):
+                return None
+            if self._dense:
+                self._fork()
+            for layer, (k, v) in zip(self.kv, self._dense, strict=False):
+                layer.append(self.sequence, k[0], v[0])
         self._dense = []
         return logits[0]
 

@@ -593,6 +593,13 @@ class Packer:
             self._launch(self._sketcher, self._sketch_plan, [rest], b, pages)
 
 
+def check_all(packers: Sequence[Packer]) -> None:
+    """As `Packer.check` of all of them, and waits once."""
+    if packers and any(torch.cat([packer.status for packer in packers]).tolist()):
+        for packer in packers:
+            packer.check()
+
+
 def check_ids(ids: Tensor, first_page: int, capacity: int, first_sequence: int = 0) -> None:
     """Raises KernelError where ids [sequences, pages] of a block table are not in a pool of `capacity` pages."""
     wrong = ((ids < 0) | (ids >= capacity)).nonzero()

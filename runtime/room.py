@@ -28,6 +28,7 @@ class Room:
         share = 1.0 if budget is None else self._share(budget, exact, full_bytes)
         self.tables = {key: self._tables(sides, share) for key, sides in self.geometries.items()}
         self.sides: list[Side] = []
+        self.checks = True  # what is appended, layer by layer; see `KVCache.checked_once`
         self._inputs: StepInputs | None = None
         self._set: tuple[list[int], list[int]] | None = None  # what the inputs were set to
         self._asked: tuple[Tensor, Tensor | None, list[int], list[int]] | None = None

@@ -88,10 +88,11 @@ class Side:
         self._pool = PagePool(self.geometry, tables.book.capacity, codec.device, tables.book.segments)
         self._reader: PageReader | None = None
         self._packer: Packer | None = None
+        self._place: tuple[int, Tensor] | None = None  # the last offset, and where the device has it
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied cache makes what looks at the memory of this one anew."""
-        return self.__dict__ | {"_reader": None, "_packer": None}
+        return self.__dict__ | {"_reader": None, "_packer": None, "_place": None}
 
     @property
     def sinks(self) -> Tensor:
@@ -140,6 +141,11 @@ class Side:
             self._packer = Packer(self.codec, self.rotation, self.buffer.dtype)
         return self._packer
 
+    @property
+    def loaded_packer(self) -> Packer | None:
+        """Those kernels, if `packer` has loaded them."""
+        return self._packer
+
     def pages_of(self, sequence: int) -> Tensor:
         """Page ids of a sequence in token order, int32."""
         return self.table[sequence, : self.used[sequence]]
@@ -158,11 +164,11 @@ class Side:
         """Paged tokens decoded by the torch codec, float32 [tokens, h_kv, d] in the format's domain."""
         return self.codec.decode(self.pool.read(self.pages_of(sequence).long())).flatten(0, 1)
 
-    def pack(self, sequence: int, x: Tensor, n: int, offset: int) -> None:
+    def pack(self, sequence: int, x: Tensor, n: int, offset: int, check: bool) -> None:
         """Packs the pages that fill when x [m, h_kv, d] comes behind n tokens, the first of them at position `offset`.
 
         The tables hold their ids already. Until `append` counts them, nobody sees them. Raises ValueError or
-        KernelError for numbers that cannot be packed.
+        KernelError for numbers that cannot be packed; on a GPU only with `check`, which waits for it.
         """
         used, t = self.used[sequence], self.format.t
         count = self.format.window.pages(n + x.shape[0], t) - used
@@ -170,14 +176,16 @@ class Side:
             return
         book = self.tables.book
         held = book.tables[sequence][used : used + count]
-        segments = torch.tensor(book.groups(held) if self.geometry.segment_bytes else [], dtype=torch.int64)
-        segments = segments.to(x.device)
+        groups = book.groups(held) if self.geometry.segment_bytes else []
+        segments = torch.tensor(groups, dtype=torch.int64).to(x.device)
         if has_kernels(self.codec.device):
-            places = torch.tensor([offset], dtype=torch.int32).to(x.device)
+            if self._place is None or self._place[0] != offset:
+                self._place = offset, torch.tensor([offset], dtype=torch.int32).to(x.device)
             ring, table = self.window[sequence : sequence + 1], self.table[sequence : sequence + 1]
             x = x.to(self.buffer.dtype)
-            self.packer.prompt(self.pool, table, x[None], used, count, n, ring, places, segments)
-            self.packer.check()
+            self.packer.prompt(self.pool, table, x[None], used, count, n, ring, self._place[1], segments)
+            if check:
+                self.packer.check()
             return
         first = self.format.window.sinks + used * t
         newest = self.exact(sequence, n)[1]
@@ -186,8 +194,8 @@ class Side:
             positions = torch.arange(offset + first, offset + first + leaving.shape[0], device=x.device)
             leaving = self.rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
         # Pages are encoded so many at a time, which also bounds the work space of a long prompt.
-        groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
-        fields = join_fields([self.codec.encode(group, group.shape[0])[0] for group in groups])
+        parts = [part.unflatten(0, (-1, t)) for part in leaving.split(SEGMENT_PAGES * t)]
+        fields = join_fields([self.codec.encode(part, part.shape[0])[0] for part in parts])
         self.pool.write(torch.tensor(held), fields, segments)
 
     def append(self, sequence: int, x: Tensor, n: int) -> None:

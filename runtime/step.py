@@ -125,7 +125,7 @@ class StepPackers:
             # Sides that fill their pages alike hold the same ids.
             packer.step(pools, group[0].table[:b], windows, inputs.lengths, 1, inputs.offsets)
 
-    def check(self) -> None:
-        """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
-        for packer, _ in self._groups:
-            packer.check()
+    @property
+    def packers(self) -> list[Packer]:
+        """One for each kind of side."""
+        return [packer for packer, _ in self._groups]

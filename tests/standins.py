@@ -27,6 +27,7 @@ class Packer:
         self.codecs = codecs if isinstance(codecs, list) else [codecs]
         self.codec, self.rotation, self.dtype = self.codecs[0], rotation, dtype
         self.format = self.codec.geometry.format
+        self.status = torch.zeros(1, dtype=torch.int32)
 
     def reserve(self, b: int) -> None:
         """Nothing to do."""

@@ -158,3 +158,22 @@ def test_numbers_that_cannot_be_packed_change_nothing() -> None:
         attend(kv, case, q, k, v)
     assert kv.lengths == [0]
     assert len(kv.layers[0].key.tables.book.free) == kv.layers[0].key.pool.capacity
+
+
+def test_a_prompt_is_checked_once() -> None:
+    """In the end, and what earlier prompts met is not told again."""
+    from runtime.jit import KernelError
+
+    case = with_formats(kvquant(4), 8, 2)
+    kv = KVCache(case.bundle(), 1, 512, torch.float16, "cuda")
+    q, k, v = tokens(case, 1, 300, 1, torch.float16)
+    bad = k.clone()
+    bad[0, 1, 100, 5] = torch.inf
+    with pytest.raises(KernelError, match="NaN or infinity"), kv.checked_once():
+        attend(kv, case, q, bad, v)
+        attended = True
+    assert attended
+    kv.release(0)
+    with kv.checked_once():
+        attend(kv, case, q, k, v)
+    assert kv.lengths == [300]
