@@ -57,7 +57,7 @@ class Row:
     cache_bytes: int
     predicted_bytes: int
     peak_bytes: int
-    ratio: float
+    ratio: float | None
 
 
 def model_of(name: str, layers: int, positions: int, compile: bool = False) -> HFDecoder:
@@ -120,7 +120,7 @@ def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row
     return Row(shape, "fp16", 16.0, us, us, 0.0, weights, held, predicted, peak, 1.0)
 
 
-def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, seconds: float, fp16_us: float) -> Row:
+def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, seconds: float, fp16_us: float | None) -> Row:
     """A compressed cache at length n."""
     bundle, weights = bundle_of(decoder, FORMATS[name]), fresh_peak()
     most = n + LOOP + 64
@@ -141,10 +141,8 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
     kv.check()
     geometry = bundle.geometry
     predicted = b * geometry.cache_bytes(most, 2, n - 1)
-    peak = torch.cuda.max_memory_allocated()
-    return Row(
-        shape, name, geometry.bits(n, 2, n), us, loop_us, fill_s, weights, held, predicted, peak, fp16_us / us
-    )  # fmt: skip
+    peak, ratio = torch.cuda.max_memory_allocated(), fp16_us and fp16_us / us
+    return Row(shape, name, geometry.bits(n, 2, n), us, loop_us, fill_s, weights, held, predicted, peak, ratio)
 
 
 def fill(kv: KVCache, n: int) -> None:
@@ -221,7 +219,7 @@ def main() -> None:
             )
             rows.append(row)
             print(
-                f"{shape} {name}: {row.step_us:.0f} us ({row.ratio:.2f}x), loop {row.loop_us:.0f} us, filled in "
+                f"{shape} {name}: {row.step_us:.0f} us ({shown(row.ratio)}), loop {row.loop_us:.0f} us, filled in "
                 f"{row.fill_s:.1f} s, cache {row.cache_bytes} bytes, predicted {row.predicted_bytes}",
                 file=sys.stderr,
                 flush=True,
@@ -249,9 +247,14 @@ def dense_bytes(decoder: HFDecoder, b: int, n: int) -> int:
     return 2 * found.l * b * n * found.h_kv * found.d * 2
 
 
-def rows_of(rows: list[Row], shape: str) -> float:
-    """fp16's time at a shape; NaN where it does not fit."""
-    return next((row.step_us for row in rows if row.shape == shape and row.cache == "fp16"), float("nan"))
+def rows_of(rows: list[Row], shape: str) -> float | None:
+    """fp16's time at a shape; None where it does not fit."""
+    return next((row.step_us for row in rows if row.shape == shape and row.cache == "fp16"), None)
+
+
+def shown(ratio: float | None) -> str:
+    """For people."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def show(rows: list[Row]) -> None:
@@ -261,7 +264,7 @@ def show(rows: list[Row]) -> None:
         table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
     for r in rows:
         table.add_row(
-            r.shape, r.cache, f"{r.bits:.2f}", f"{r.step_us:.0f}", f"{r.ratio:.2f}", f"{r.loop_us:.0f}",
+            r.shape, r.cache, f"{r.bits:.2f}", f"{r.step_us:.0f}", shown(r.ratio), f"{r.loop_us:.0f}",
             f"{r.cache_bytes * 1e-9:.2f}", f"{r.cache_bytes / r.predicted_bytes:.4f}", f"{r.peak_bytes * 1e-9:.2f}",
         )  # fmt: skip
     Console(width=120).print(table)
