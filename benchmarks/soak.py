@@ -35,6 +35,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -362,6 +363,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:0, ...")
     parser.add_argument("--dtype", default="float32", help="of weights and windows; default: %(default)s")
     parser.add_argument("--batched", action="store_true", help="matrix products of whole batches on the CPU, too")
+    parser.add_argument("--threads", type=int, default=1, help="of torch and numba on the CPU; default: %(default)s")
     for name, value in vars(Load()).items():
         kind = type(value)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help="default: %(default)s")
@@ -373,6 +375,8 @@ def main(given: Sequence[str] | None = None) -> None:
     """Prints and writes the figures. SystemExit where something leaked or a token was wrong."""
     options = arguments(given)
     wanted = replace(Load(), **{name: getattr(options, name) for name in vars(Load())})
+    torch.set_num_threads(options.threads)
+    numba.set_num_threads(options.threads)
     model, _ = load_causal_lm(options.model, options.dtype, options.device)
     exact = model.device.type == "cpu" and not options.batched
     with Progress(console=Console(stderr=True)) as progress:
