@@ -28,7 +28,7 @@ from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, Prompt, steps_of
-from runtime.sampling import Sampling, choose
+from runtime.sampling import NONE, Sampling, choose
 
 Reason = Literal["length", "stop", "cancelled", "failed"]
 
@@ -357,6 +357,9 @@ class Engine:
         return tuple(index(token) for token in prompt)
 
     def _take(self, request: Generation, token: int) -> None:
+        if token == NONE:
+            self._fail(request, RequestError(f"{request}: the model's logits hold NaN or infinity: check its weights"))
+            return
         request.take(token)
         if request.reason is not None:
             self._end(request, request.reason)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from artifacts.errors import SignpostError
 
+NONE = -1  # no token
+
 
 class SamplingError(SignpostError, ValueError):
     """A sampling parameter is out of its range."""
@@ -36,8 +38,11 @@ class Sampling:
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
-    """A token for each row of logits float32 [b, vocabulary]. draws: generators on the CPU, each used once a row."""
-    tokens = logits.argmax(-1)
+    """A token for each row of logits float32 [b, vocabulary], NONE where they have NaN or no largest number.
+
+    draws: generators on the CPU, each used once a row.
+    """
+    best, tokens = logits.max(-1)
     drawn = [i for i, sampling in enumerate(samplings) if sampling.temperature]
     if drawn:
         places = torch.tensor([torch.rand((), generator=draws[i], dtype=torch.float64) for i in drawn])
@@ -46,7 +51,7 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[torch.
             for name in ("temperature", "top_p")
         )
         tokens[drawn] = _draw(logits[drawn], temperatures, top_p, places.to(logits.device))
-    return [int(token) for token in tokens.tolist()]
+    return [int(token) for token in tokens.where(best.isfinite(), NONE).tolist()]
 
 
 def _draw(logits: Tensor, temperatures: Tensor, top_p: Tensor, places: Tensor) -> Tensor:
@@ -57,4 +62,4 @@ def _draw(logits: Tensor, temperatures: Tensor, top_p: Tensor, places: Tensor) -
     reached = chances.cumsum(-1)
     rank = torch.searchsorted(reached, (places * reached[:, -1])[:, None], right=True)
     kept = (chances > 0).sum(-1, keepdim=True)
-    return order.gather(1, rank.clamp_max(kept - 1))[:, 0]
+    return order.gather(1, rank.clamp_max(kept - 1).clamp_min(0))[:, 0]  # NaN keeps none

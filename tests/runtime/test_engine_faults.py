@@ -302,3 +302,30 @@ def test_prompts_as_tensors():
     engine.run()
     assert request.tokens == generated(BUNDLES["kvquant"], prompt(9), 5)
     assert isinstance(request.prompt[0], int)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_their_request_alone(broken, temperature):
+    bundle = BUNDLES["kivi"]
+    engine = engine_for(bundle)
+    bad = engine.submit(prompt(9), 20, Sampling(temperature))
+    good = engine.submit(prompt(40), 20)
+    while len(engine.running) < 2:
+        engine.step()
+    forward, had = engine.decoder.forward, len(bad.tokens)
+
+    def breaking(*given):
+        logits = forward(*given)
+        logits[0, 3] = broken
+        return logits
+
+    engine.decoder.forward = breaking
+    engine.step()
+    engine.decoder.forward = forward
+    engine.run()
+    assert (bad.reason, len(bad.tokens)) == ("failed", had)
+    assert isinstance(bad.error, RequestError)
+    assert "a prompt of 9 tokens and 20 new ones: the model's logits hold NaN or infinity" in str(bad.error)
+    assert good.tokens == generated(bundle, prompt(40), 20)
+    assert engine.idle
