@@ -34,13 +34,15 @@ class HFDecoder:
     compile  decode steps run the model's layers through torch.compile, which fuses what transformers launches one by
              one; the first steps of each batch size take seconds to compile. Prompts run as they are
     Raises BundleMismatchError for a bundle of another model, FormatError for one whose heads the ranks cannot share,
-    UnsupportedModelError for layers that `compile` finds not.
+    UnsupportedModelError where `compile` finds no layers, or a share of them.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle | None = None, compile: bool = False):
         self.model = model
         if bundle is not None:
             self.require(bundle)
+        if compile and tensor_mesh(model):
+            raise UnsupportedModelError("compile: not yet where several ranks share a model; leave it out")
         self._cache = _Relay(model)
         self._layers = _CompiledLayers(model) if compile else None
         config = text_config(model)

@@ -196,6 +196,12 @@ def test_heads_that_are_not_where_the_plan_says(pretending, monkeypatch):
         pretending(IDS, past_key_values=cache, use_cache=True)
 
 
+def test_layers_of_a_share_are_not_compiled(monkeypatch):
+    monkeypatch.setattr("runtime.hf_decoder.tensor_mesh", lambda model: "a mesh")
+    with pytest.raises(UnsupportedModelError, match="compile: not yet where several ranks share a model; leave it out"):
+        HFDecoder(MODEL, compile=True)
+
+
 def test_a_failure_is_raised_where_others_wait(monkeypatch):
     engine = engine_for(BUNDLES["kivi"])
     free = engine.kv.free_tokens()
