@@ -7,7 +7,8 @@ of the whole length allow beside the weights and --room bytes of work space; pea
 A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass
 of the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's
 keys are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over
-the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16. Formats with low-rank factors
+pack on the host, outside of the graph: None in the place of what that time would change.
 """
 
 import argparse
@@ -43,13 +44,13 @@ class Row:
     batch: int
     bytes_each: int
     peak_bytes: int
-    step_us: float
+    step_us: float | None
     prompt_us: float
-    decode: float
-    total: float
+    decode: float | None
+    total: float | None
     batch_ratio: float = 1.0
-    decode_ratio: float = 1.0
-    total_ratio: float = 1.0
+    decode_ratio: float | None = 1.0
+    total_ratio: float | None = 1.0
 
 
 def median_of(work: Callable[[], None]) -> float:
@@ -148,22 +149,30 @@ def main() -> None:
             b, each, peak, step, prompt = (
                 fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free)
             )
-            row = Row(shape, name, b, each, peak, step, prompt, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6)
+            row = Row(shape, name, b, each, peak, None, prompt, None, None)
             first = next((r for r in rows if r.shape == shape), row)
-            row.batch_ratio, row.decode_ratio, row.total_ratio = (
-                b / first.batch, row.decode / first.decode, row.total / first.total,
-            )  # fmt: skip
+            row.batch_ratio, row.decode_ratio, row.total_ratio = b / first.batch, None, None
+            if not FORMATS.get(name, FORMATS["nuq2"]).key.lowrank:
+                row.step_us, row.decode, row.total = step, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6
+                assert first.decode
+                assert first.total
+                row.decode_ratio, row.total_ratio = row.decode / first.decode, row.total / first.total
             rows.append(row)
             print(
-                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {step:.0f} us, {row.decode:.0f} tokens/s "
-                f"({row.decode_ratio:.2f}x), prompt {prompt:.0f} us, with prompts {row.total:.0f} "
-                f"({row.total_ratio:.2f}x), peak {peak * 1e-9:.1f} GB",
+                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {shown(row.step_us, 0)} us, "
+                f"{shown(row.decode, 0)} tokens/s ({shown(row.decode_ratio)}x), prompt {prompt:.0f} us, with prompts "
+                f"{shown(row.total, 0)} ({shown(row.total_ratio)}x), peak {peak * 1e-9:.1f} GB",
                 file=sys.stderr,
                 flush=True,
             )
             with open(args.out, "w") as file:
                 json.dump(run | {"rows": [asdict(r) for r in rows]}, file, indent=1)
     show(rows)
+
+
+def shown(x: float | None, digits: int = 2) -> str:
+    """For people."""
+    return "-" if x is None else f"{x:.{digits}f}"
 
 
 def show(rows: list[Row]) -> None:
@@ -173,8 +182,8 @@ def show(rows: list[Row]) -> None:
         table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
     for r in rows:
         table.add_row(
-            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", f"{r.step_us:.0f}", f"{r.decode:.0f}",
-            f"{r.decode_ratio:.2f}", f"{r.total:.0f}", f"{r.total_ratio:.2f}",
+            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", shown(r.step_us, 0), shown(r.decode, 0),
+            shown(r.decode_ratio), shown(r.total, 0), shown(r.total_ratio),
         )  # fmt: skip
     Console(width=120).print(table)
 

@@ -19,7 +19,7 @@ from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
 from runtime.layer import CacheLayer
-from runtime.pack import Packer, check_all
+from runtime.pack import Packer, check_all, forget_all
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
@@ -363,9 +363,14 @@ class KVCache:
 
         Raises KernelError in the end where it could not; tokens were appended all the same: release their sequence.
         """
+        # What factors of a decode step were found from is not told by this: logits without numbers tell of it.
+        forget_all([side.packer for side in self.room.sides if side.format.lowrank and side.loaded_packer])
         self.room.checks = False
         try:
             yield
+        except BaseException:
+            forget_all(self._loaded_packers)
+            raise
         finally:
             self.room.checks = True
         check_all(self._loaded_packers)

@@ -158,6 +158,7 @@ class Engine:
         self.prompt: tuple[Generation | Prefix, Prompt] | None = None
         self.prefixes: dict[int, Prefix] = {}  # by sequence, from the call until they are kept no more
         self._made = 0
+        self._served: list[Generation] = []  # in a step that was raised from, and not yet told
 
     @property
     def idle(self) -> bool:
@@ -241,15 +242,16 @@ class Engine:
         What fails in a decode step (memory that somebody else took) is raised, and the requests that run are as they
         were before it: step again, or cancel some first.
         """
-        served = self._advance_prompt()
-        if not self.running:
-            return served
-        try:
-            return served + self._decode(dict(self.running))
-        except (SignpostError, ValueError):
-            if not self.steps.any_of_them or self.decoder.ranks > 1:
-                raise
-            return served + self._decode_one_by_one()
+        self._served += self._advance_prompt()
+        if self.running:
+            try:
+                self._served += self._decode(dict(self.running))
+            except (SignpostError, ValueError):
+                if not self.steps.any_of_them or self.decoder.ranks > 1:
+                    raise
+                self._served += self._decode_one_by_one()
+        served, self._served = self._served, []
+        return served
 
     def _decode(self, going: dict[int, Generation]) -> list[Generation]:
         """A token for each of these requests, by sequence; where that fails, nothing has changed."""
@@ -307,7 +309,10 @@ class Engine:
             tokens = [] if isinstance(work, Prefix) else self._choose(logits[None], [work])
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             # Numbers that cannot be packed, or memory that somebody else took: this one ends, the others do not.
-            return self._fail(work, error)
+            return self._fail(work, error, alike=isinstance(error, CacheFullError))
+        except BaseException as error:  # Ctrl-C, too: what is half in the cache cannot go on
+            self._fail(work, RequestError(f"{work} was broken off: {error!r}"), alike=True)
+            raise
         self.prompt = None
         if isinstance(work, Prefix):
             return []
@@ -358,20 +363,22 @@ class Engine:
 
     def _take(self, request: Generation, token: int) -> None:
         if token == NONE:
-            self._fail(request, RequestError(f"{request}: the model's logits hold NaN or infinity: check its weights"))
+            found = RequestError(f"{request}: the model's logits hold NaN or infinity: check its weights")
+            self._fail(request, found, alike=True)
             return
         request.take(token)
         if request.reason is not None:
             self._end(request, request.reason)
 
-    def _fail(self, work: Generation | Prefix, error: Exception) -> list[Generation]:
+    def _fail(self, work: Generation | Prefix, error: Exception, alike: bool = False) -> list[Generation]:
         """Ends a request, or a prefix and all requests that are to begin with it; returns the requests.
 
-        Raises the error where other processes wait for this one in a pass; for want of room all have failed alike.
+        alike: all processes that share the model fail so. Else the others wait for this one in a pass, and it raises.
         """
-        # The error lives on in the request; what the frames of its traceback hold (work space, the cache) must not.
+        # The error lives on in the request; what frames of tracebacks hold (work space, the cache) must not.
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
-        work.error = error.with_traceback(None)
+        _let_frames_go(error)
+        work.error = error
         if isinstance(work, Generation):
             self._end(work, "failed")
             failed = [work]
@@ -381,7 +388,7 @@ class Engine:
             for request in failed:
                 request.error = _failure(work)
                 self._end(request, "failed")
-        if self.decoder.ranks > 1 and not isinstance(error, CacheFullError):
+        if self.decoder.ranks > 1 and not alike:
             raise error
         return failed
 
@@ -434,6 +441,13 @@ class Engine:
             f"a sequence of this engine holds {self.max_tokens} (max_tokens=, budget=, and the model has "
             f"{self.decoder.positions} positions)"
         )
+
+
+def _let_frames_go(error: BaseException | None) -> None:
+    """Of an error and of those that led to it."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _failure(prefix: Prefix) -> RequestError:

@@ -535,7 +535,7 @@ class Packer:
         """Waits for the kernels so far and raises KernelError if one of them met what it cannot pack."""
         if found := int(self.status):
             self.status.zero_()
-            raise KernelError("; ".join(text for bit, text in STATUS.items() if found & bit))
+            raise KernelError(_told(found))
 
     def _checked(self, x: Tensor) -> Tensor:
         shape = self.geometry.shape
@@ -594,10 +594,23 @@ class Packer:
 
 
 def check_all(packers: Sequence[Packer]) -> None:
-    """As `Packer.check` of all of them, and waits once."""
-    if packers and any(torch.cat([packer.status for packer in packers]).tolist()):
-        for packer in packers:
-            packer.check()
+    """As `Packer.check` of all of them: waits once, and what any of them met is told once."""
+    found = 0
+    for bits in torch.cat([packer.status for packer in packers]).tolist() if packers else ():
+        found |= bits
+    if found:
+        forget_all(packers)
+        raise KernelError(_told(found))
+
+
+def forget_all(packers: Sequence[Packer]) -> None:
+    """What kernels have met so far is nobody's any more."""
+    for packer in packers:
+        packer.status.zero_()
+
+
+def _told(bits: int) -> str:
+    return "; ".join(text for bit, text in STATUS.items() if bits & bit)
 
 
 def check_ids(ids: Tensor, first_page: int, capacity: int, first_sequence: int = 0) -> None:

@@ -164,7 +164,7 @@ class Side:
         """Paged tokens decoded by the torch codec, float32 [tokens, h_kv, d] in the format's domain."""
         return self.codec.decode(self.pool.read(self.pages_of(sequence).long())).flatten(0, 1)
 
-    def pack(self, sequence: int, x: Tensor, n: int, offset: int, check: bool) -> None:
+    def pack(self, sequence: int, x: Tensor, n: int, offset: int, check: bool = True) -> None:
         """Packs the pages that fill when x [m, h_kv, d] comes behind n tokens, the first of them at position `offset`.
 
         The tables hold their ids already. Until `append` counts them, nobody sees them. Raises ValueError or

@@ -9,7 +9,7 @@ from torch import Tensor
 from artifacts.errors import SignpostError
 from artifacts.parts import Sparse
 from calib.fits import Fit, Side
-from calib.quantiles import ends, tails
+from calib.quantiles import BinaryHistogram, ends, tails
 
 
 def pending(side: Side) -> Fit | None:
@@ -24,8 +24,8 @@ class ThresholdFit(Fit):
     """Outlier thresholds such that ceil(fraction/2 * N) of each vector's N distinct numbers lie outside, at each end.
 
     KVQuant: per vector (axis channel), or one pair for the layer (axis matrix). tokens: how many will be observed.
-    Exact where lists of the outliers are short (up to 1023 at an end of a channel, 32767 of a layer); beyond, at most
-    1/2047 (1/65535) of the vector's range off, see `calib.quantiles`.
+    Exact where lists of the outliers are short (up to 511 at an end of a channel, 32767 of a layer); beyond, at most
+    1/1023 (1/65535) of the vector's range off, see `calib.quantiles`.
     Raises SignpostError where they are too few to have a middle.
     """
 
@@ -43,7 +43,9 @@ class ThresholdFit(Fit):
         super().__init__(tails=tails(self.inside, self.shape[0] * self.shape[1]))
 
     def sees(self) -> dict[str, Any]:
-        return {"axis": self.part.axis, "inside": self.inside}
+        kept = self.statistics["tails"]
+        bins = kept.bins if isinstance(kept, BinaryHistogram) else 0
+        return {"axis": self.part.axis, "inside": self.inside, "bins": bins}
 
     def observe(self, pages: Tensor, outliers: Tensor | None, gradient: Tensor | None, lane: int = 0) -> None:
         self.statistics["tails"].observe(pages.reshape(-1, self.shape[0] * self.shape[1]))

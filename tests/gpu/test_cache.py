@@ -167,10 +167,11 @@ def test_a_prompt_is_checked_once() -> None:
     case = with_formats(kvquant(4), 8, 2)
     kv = KVCache(case.bundle(), 1, 512, torch.float16, "cuda")
     q, k, v = tokens(case, 1, 300, 1, torch.float16)
-    bad = k.clone()
-    bad[0, 1, 100, 5] = torch.inf
+    bad = [x.clone() for x in (k, v)]
+    for x in bad:
+        x[0, 1, 100, 5] = torch.inf
     with pytest.raises(KernelError, match="NaN or infinity"), kv.checked_once():
-        attend(kv, case, q, bad, v)
+        attend(kv, case, q, *bad)
     assert kv.lengths == [300]
     kv.release(0)
     with kv.checked_once():

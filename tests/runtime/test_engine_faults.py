@@ -1,6 +1,7 @@
 """What an engine does when something breaks in the middle of a pass, and with what it should not have been given."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch
 import runtime.decoding
 import runtime.engine
 from artifacts.errors import BundleMismatchError
-from runtime import Engine, RequestError, Sampling
+from runtime import CacheFullError, Engine, RequestError, Sampling
 from runtime.cache import LayerCache
 from runtime.hf_decoder import HFDecoder
+from runtime.jit import KernelError
+from runtime.pack import check_all
 from runtime.side import Side
 from runtime.step import LayerStep
 from tests.attending import pool_bytes
@@ -194,6 +197,27 @@ def test_memory_that_is_taken_in_the_middle_of_a_prompt(bundle, chunk, place, mo
     assert engine.kv.free_tokens() == free
 
 
+@pytest.mark.parametrize("chunk, place", [(None, 3), (20, 3)])
+def test_a_prompt_that_is_interrupted_ends(chunk, place, monkeypatch):
+    """Some of its layers hold tokens, so it cannot go on; the others can."""
+    bundle = BUNDLES["kivi"]
+    fault = Fault(monkeypatch, (Side, "append"), error=KeyboardInterrupt())
+    engine = engine_for(bundle, chunk=chunk)
+    free, good = engine.kv.free_tokens(), engine.submit(prompt(9), 60)
+    engine.step()
+    bad = engine.submit(prompt(90, 1), 30)
+    for _ in range(4 if chunk else 0):
+        engine.step()
+    fault.set(place)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert (bad.reason, bad.tokens) == ("failed", [])
+    assert "was broken off: KeyboardInterrupt()" in str(bad.error)
+    engine.run()
+    assert good.tokens == generated(bundle, prompt(9), 60)
+    assert engine.kv.free_tokens() == free
+
+
 def test_no_memory_for_the_work_space_of_a_prompt(monkeypatch):
     engine = engine_for(BUNDLES["kvquant"], chunk=20)
     free, bad = engine.kv.free_tokens(), engine.submit(prompt(50), 5)
@@ -239,9 +263,12 @@ def test_device_steps_that_fail_are_raised(monkeypatch):
     engine = engine_for(BUNDLES["kvquant"], capture=False)
     request = engine.submit(prompt(9), 10)
     engine.step()
+    short = engine.submit(prompt(9), 1)
     fault.set(2)
     with pytest.raises(ValueError, match="broken"):
         engine.step()
+    assert short.reason == "length"
+    assert engine.step() == [short, request]  # told late, but told
     engine.run()
     assert (request.reason, len(request.tokens)) == ("length", 10)
 
@@ -306,7 +333,10 @@ def test_prompts_as_tensors():
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_end_their_request_alone(broken, temperature):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_that_are_no_numbers_end_their_request_alone(broken, temperature, ranks, monkeypatch):
+    """On several ranks, too: all of them have chosen the same."""
+    monkeypatch.setattr(HFDecoder, "ranks", ranks)
     bundle = BUNDLES["kivi"]
     engine = engine_for(bundle)
     bad = engine.submit(prompt(9), 20, Sampling(temperature))
@@ -329,3 +359,24 @@ def test_logits_that_are_no_numbers_end_their_request_alone(broken, temperature)
     assert "a prompt of 9 tokens and 20 new ones: the model's logits hold NaN or infinity" in str(bad.error)
     assert good.tokens == generated(bundle, prompt(40), 20)
     assert engine.idle
+
+
+def test_what_kernels_met_is_told_once():
+    packers = [SimpleNamespace(status=torch.tensor([bits], dtype=torch.int32)) for bits in (0, 4, 2, 4)]
+    with pytest.raises(KernelError, match=r"a scale or zero point does not fit float16.*; keys or values hold NaN"):
+        check_all(packers)
+    check_all(packers)
+
+
+def test_errors_keep_no_frames():
+    """Nor do those that led to them."""
+    engine = engine_for(BUNDLES["kivi"], prefixes=1, budget=pool_bytes(BUNDLES["kivi"], 120, 4, 200))
+    engine.prefix(prompt(100))
+    request = engine.submit(prompt(90), 20)
+    engine.run()
+    assert isinstance(request.error, CacheFullError)
+    error, seen = request.error, 0
+    while error is not None:
+        assert error.__traceback__ is None
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    assert seen == 2
