@@ -138,14 +138,14 @@ def test_means_count_for_the_mask_unless_they_are_taken_off():
 
 
 class FakeTap:
-    """Yields given tensors [samples, n, h_kv, d] as keys and values of one layer."""
+    """Shows given tensors [samples, n, h_kv, d] as keys and values of one layer."""
 
     def __init__(self, x):
         self.x = x
 
-    def run(self, ids, gradients):
+    def run(self, ids, gradients, see):
         x = self.x[int(ids[0])]
-        yield Activations(0, x, x, x, None, None, None)
+        see(Activations(0, x, x, x, None, None, None))
 
 
 def collected(key, x, value=VALUE):

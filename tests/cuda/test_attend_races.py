@@ -75,6 +75,7 @@ inline void attend(const signpost::AttendParams& params) {{
     {then}
 }}
 inline void merge(const signpost::MergeParams&) {{ __shared__ float shared[2]; }}
+inline void write_tokens(const signpost::WriteParams&) {{}}
 """
 
 
@@ -105,7 +106,9 @@ COPY = "signpost::copy_async<4>(4 * threadIdx.x, &params.b); signpost::copy_comm
     ],
 )
 def test_races_are_found(meeting, then, found):
-    source = '#include "attend.cuh"\n#include "merge.cuh"\n' + KERNEL.format(meeting=meeting, then=then)
+    source = '#include "attend.cuh"\n#include "merge.cuh"\n#include "write.cuh"\n' + KERNEL.format(
+        meeting=meeting, then=then
+    )
     library = build(source, races=True)
     library.run_attend(1, 1, ctypes.byref(_Attend()))
     assert (library.races_found() > 0) == found

@@ -71,7 +71,7 @@ def test_kept_requests_and_memory_are_found(monkeypatch):
 
     monkeypatch.setattr(runtime.engine.Engine, "_end", keep)
     leaks = soaked(load=replace(LOAD, checked=0))["leaks"]
-    assert leaks["generations"] == [0, 2]
+    assert leaks["generations"][1] - leaks["generations"][0] == 2  # other tests may hold some
     assert leaks["tensor bytes"][1] - leaks["tensor bytes"][0] >= 2 * 28
 
 
