@@ -219,7 +219,7 @@ def main() -> None:
             )
             rows.append(row)
             print(
-                f"{shape} {name}: {row.step_us:.0f} us ({shown(row.ratio)}), loop {row.loop_us:.0f} us, filled in "
+                f"{shape} {name}: {row.step_us:.0f} us ({shown(row.ratio)}x), loop {row.loop_us:.0f} us, filled in "
                 f"{row.fill_s:.1f} s, cache {row.cache_bytes} bytes, predicted {row.predicted_bytes}",
                 file=sys.stderr,
                 flush=True,
@@ -252,9 +252,9 @@ def rows_of(rows: list[Row], shape: str) -> float | None:
     return next((row.step_us for row in rows if row.shape == shape and row.cache == "fp16"), None)
 
 
-def shown(ratio: float | None) -> str:
+def shown(x: float | None, digits: int = 2) -> str:
     """For people."""
-    return "-" if ratio is None else f"{ratio:.2f}x"
+    return "-" if x is None else f"{x:.{digits}f}"
 
 
 def show(rows: list[Row]) -> None:

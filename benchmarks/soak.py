@@ -302,7 +302,7 @@ def row_by_row(model: PreTrainedModel) -> Iterator[None]:
 
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
-        layer.forward = partial(forward, layer)  # type: ignore[method-assign]
+        layer.forward = partial(forward, layer)  # type: ignore[method-assign]  # for this layer alone, undone below
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.decode_attention import FORMATS, numbers
-from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of
+from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of, shown
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -65,7 +65,7 @@ def median_of(work: Callable[[], None]) -> float:
     return statistics.median(times[1:])
 
 
-def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
+def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float | None, float]:
     """Batch, bytes of a sequence, peak bytes, microseconds of a step and of a prompt."""
     found = fingerprint(decoder.model)
     each = 2 * found.l * (m + n) * found.h_kv * found.d * 2
@@ -83,8 +83,8 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
     return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt)
 
 
-def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
-    """As `fp16`, for a compressed cache."""
+def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float | None, float]:
+    """As `fp16`, for a compressed cache. No time of a step where pages are packed on the host, outside of the graph."""
     bundle = bundle_of(decoder, FORMATS[name])
     each = bundle.geometry.cache_bytes(m + n, 2, m)
     b = free // each
@@ -95,7 +95,8 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     step = steps.steps[b]
     assert step.graph is not None
     step.run([1] * b, kv.lengths)  # the newest token again: no page fills
-    us = median_us(step.graph, 0.3)
+    on_host = any(side.format.lowrank for side in kv.room.sides)
+    us = None if on_host else median_us(step.graph, 0.3)
     assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
     kv.check()
     peak = torch.cuda.max_memory_allocated()
@@ -152,7 +153,7 @@ def main() -> None:
             row = Row(shape, name, b, each, peak, None, prompt, None, None)
             first = next((r for r in rows if r.shape == shape), row)
             row.batch_ratio, row.decode_ratio, row.total_ratio = b / first.batch, None, None
-            if not FORMATS.get(name, FORMATS["nuq2"]).key.lowrank:
+            if step is not None:
                 row.step_us, row.decode, row.total = step, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6
                 assert first.decode
                 assert first.total
@@ -168,11 +169,6 @@ def main() -> None:
             with open(args.out, "w") as file:
                 json.dump(run | {"rows": [asdict(r) for r in rows]}, file, indent=1)
     show(rows)
-
-
-def shown(x: float | None, digits: int = 2) -> str:
-    """For people."""
-    return "-" if x is None else f"{x:.{digits}f}"
 
 
 def show(rows: list[Row]) -> None:

@@ -1,7 +1,8 @@
 """The adapter for transformers 5: `model.generate(..., past_key_values=SignpostCache(model, bundle))`.
 
 Attention runs in here only while the model is called with a `SignpostCache`; with any other cache, or none, the model
-computes what it always did. Only this file and `runtime.hf_decoder` import transformers.
+computes what it always did. Only this file, `runtime.hf_decoder` and `runtime.lm_eval` import
+transformers.
 """
 
 import hashlib

@@ -7,6 +7,8 @@ import torch
 from calib import forward, tap
 from calib.forward import ActivationError, blocks, head, hidden_states
 from calib.tap import Tap
+from runtime.hf import UnsupportedModelError
+from runtime.hf_decoder import decoder_layers
 from tests.calib.taken import taken
 from tests.oracles.fisher import attention_modules, key_derivative, keys_before_rope, summed_loss, value_derivative
 
@@ -177,3 +179,10 @@ def test_blocks_cover_all_rows(monkeypatch):
     assert list(blocks(9)) == [slice(0, 4), slice(4, 8), slice(8, 9)]
     assert list(blocks(8)) == [slice(0, 4), slice(4, 8)]
     assert list(blocks(0)) == []
+
+
+def test_layers_that_are_in_no_list(tiny_model):
+    """They cannot be run again one by one."""
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM keeps its 7 layers in no list: they cannot be"):
+        decoder_layers(model, 7)
