@@ -113,7 +113,9 @@ class _CompiledLayers:
 
     def __init__(self, model: PreTrainedModel):
         self.layers = decoder_layers(model, text_config(model).num_hidden_layers)
-        self.compiled = [torch.compile(layer._call_impl) for layer in self.layers]
+        # A sequence alone multiplies matrices with vectors, which inductor makes kernels for only when it may tune them.
+        options: dict[str, Any] = {"coordinate_descent_tuning": True}
+        self.compiled = [torch.compile(layer._call_impl, options=options) for layer in self.layers]
 
     @contextmanager
     def used(self) -> Iterator[None]:
