@@ -53,7 +53,7 @@ from runtime.sampling import choose
 
 WAITING = 4  # requests that wait at any time
 TEXTS = 8  # of which the bound is measured
-TRIES = 1000  # changes of logits that are tried where a drawn token differs
+TRIES, HALVINGS = 1000, 16  # changes of logits that are tried where a drawn token differs, and their sizes
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,10 @@ def verdict(wish: Wish, tokens: list[int], expected: list[int], logits: Sequence
 
 
 def could_be(sampling: Sampling, logits: Tensor, at: int, token: int, expected: int, bound: float) -> bool:
-    """Whether changes of every logit by at most `bound` choose this token as number `at`, not the expected one."""
+    """Whether changes of every logit by at most `bound` choose this token as number `at`, not the expected one.
+
+    Drawn tokens by trying: changes of many sizes, because large ones give all likely tokens another order.
+    """
     if not sampling.temperature:
         return float(logits[expected] - logits[token]) <= 2 * bound
     draws = [torch.Generator().manual_seed(sampling.seed) for _ in range(TRIES)]
@@ -263,7 +266,8 @@ def could_be(sampling: Sampling, logits: Tensor, at: int, token: int, expected: 
         for generator in draws:
             torch.rand((), generator=generator, dtype=torch.float64)
     changes = torch.rand(TRIES, logits.numel(), generator=torch.Generator().manual_seed(at)) * 2 - 1
-    return token in choose(logits + bound * changes, [sampling] * TRIES, draws)
+    sizes = bound * 0.5 ** (torch.arange(TRIES) % HALVINGS)
+    return token in choose(logits + sizes[:, None] * changes, [sampling] * TRIES, draws)
 
 
 def largest_change(model: PreTrainedModel, bundle: Bundle, texts: Sequence[tuple[Wish, list[int]]]) -> float:

@@ -115,6 +115,19 @@ def test_draws_that_changes_of_logits_explain():
         assert could_be(sampling, logits, at, token, 1 - token, 1e-6)  # number `at` of the draws, no other
 
 
+def test_small_changes_are_found_below_a_large_bound():
+    """Changes of the bound's size give thousands of likely tokens another order, so that no try chooses this one."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4096, generator=generator) * 0.3
+    changed = logits + 1e-4 * torch.randn(4096, generator=generator)
+    for seed in range(40):
+        sampling = Sampling(1.5, seed=seed)
+        token, other = (
+            soak.choose(x[None], [sampling], [torch.Generator().manual_seed(seed)])[0] for x in (logits, changed)
+        )
+        assert token == other or could_be(sampling, logits, 0, other, token, 0.3)
+
+
 def test_rows_do_not_depend_on_the_batch():
     """And whole batches do, or there would be nothing to do row by row."""
     x = torch.randint(0, 64, (7, 1), generator=torch.Generator().manual_seed(0))
