@@ -113,9 +113,7 @@ class _CompiledLayers:
 
     def __init__(self, model: PreTrainedModel):
         self.layers = decoder_layers(model, text_config(model).num_hidden_layers)
-        # A sequence alone multiplies matrices with vectors, which inductor makes kernels for only when it may tune them.
-        options: dict[str, Any] = {"coordinate_descent_tuning": True}
-        self.compiled = [torch.compile(layer._call_impl, options=options) for layer in self.layers]
+        self.compiled = [torch.compile(layer._call_impl) for layer in self.layers]
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -124,8 +122,13 @@ class _CompiledLayers:
         for layer, compiled in zip(self.layers, self.compiled, strict=True):
             layer._compiled_call_impl = compiled
         try:
-            # All layers run the same code: their numbers in the stack must not be constants of it.
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            # All layers run the same code: their numbers in the stack must not be constants of it. A sequence alone
+            # multiplies matrices with vectors: inductor makes kernels of its own for these if it may tune them, which
+            # it does when they first run. Tuned so as an option of torch.compile they are slower.
+            with (
+                torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
+                torch._inductor.config.patch(coordinate_descent_tuning=True),
+            ):
                 yield
         finally:
             for layer, before in zip(self.layers, own, strict=True):
