@@ -40,15 +40,24 @@ def test_every_format(case: Case) -> None:
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("name", "rows"), [("kvquant-4", 1), ("kvquant-2", 2), ("kivi-2", 1)])
 def test_every_architecture(name: str, rows: int, arch: str) -> None:
     assert jit.compile_unit(recipe_unit(name, rows=rows), arch)
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9, 16])
-@pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "float"])
-def test_rows_and_model_types(rows: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        ("__half", 2),
+        ("__half", 8),
+        ("__half", 9),
+        ("__half", 16),
+        ("__nv_bfloat16", 2),
+        ("__nv_bfloat16", 9),
+        ("float", 8),
+    ],
+)
+def test_rows_and_model_types(dtype: str, rows: int) -> None:
     assert jit.compile_unit(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
 
 
@@ -74,10 +83,9 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
     code = " ".join(line.split("//")[0].strip() for line in body.splitlines())
     declared = [re.findall(r"\w+", part)[-1] for line in code.split(";") if line.strip() for part in line.split(",")]
     assert declared == [field for field, *_ in struct._fields_]
-    unit = recipe_unit("kivi-2")
     check = f"static_assert(sizeof(signpost::{name}) == {ctypes.sizeof(struct)});\n"
-    source = unit.source.replace("using Plan", check + "using Plan")
-    assert jit.compile_unit(jit.Unit("layout", source, unit.entries, unit.integers), "sm_90a")
+    source = '#include "merge.cuh"\n#include "write.cuh"\n' + check + 'extern "C" __global__ void nothing() {}\n'
+    assert jit.compile_unit(jit.Unit("layout", source, ("nothing",), ()), "sm_90a")
 
 
 def test_a_bundle_compiles_each_unit_once() -> None:
