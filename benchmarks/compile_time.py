@@ -18,7 +18,7 @@ from artifacts import PageGeometry, Rope
 from benchmarks.decode_attention import FORMATS, MODELS, D
 from runtime import jit
 from runtime.jit import Unit
-from runtime.pack import pack_unit
+from runtime.pack_units import pack_unit
 from runtime.units import attend_unit
 
 

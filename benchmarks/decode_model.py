@@ -29,8 +29,9 @@ from benchmarks.decode_attention import FORMATS, numbers, tables
 from runtime import KVCache, Sampling
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
-from runtime.hf import fingerprint, rotary
+from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
+from runtime.hf_model import rotary
 from runtime.sampling import choose
 
 MODELS = {

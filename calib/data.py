@@ -16,7 +16,7 @@ from calib.config import TextConfig
 from calib.forward import require_finite
 from calib.memory import within_memory
 from calib.progress import track
-from runtime.hf import text_config
+from runtime.hf_model import text_config
 
 BATCH = 16  # samples generated at a time
 EVALUATION_SEED = 1_000_003  # how far evaluation's seed is from calibration's

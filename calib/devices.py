@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.hf import ModelLoadError, resolve_device
+from runtime.hf import ModelLoadError
+from runtime.hf_load import resolve_device
 
 
 @dataclass(frozen=True)

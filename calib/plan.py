@@ -17,7 +17,8 @@ from calib.fits.banded import BINS
 from calib.forward import ROWS
 from calib.pipeline import LONG, check_settings, heads, known_config, model_dtype
 from calib.statistics import LANES
-from runtime.hf import DTYPES, sliding_windows
+from runtime.hf_load import DTYPES
+from runtime.hf_model import sliding_windows
 
 MOMENTS = 3  # sums of each bin of a histogram, float64
 FORWARDS = (1, 3)  # passes without and with gradients, in forward passes: the second goes up twice and down once

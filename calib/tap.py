@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
 from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
-from runtime.hf import UnsupportedModelError, kv_heads, require_keys_and_values, rotary_by_layer, text_config
+from runtime.hf import UnsupportedModelError
 from runtime.hf_decoder import decoder_layers
+from runtime.hf_model import kv_heads, require_keys_and_values, rotary_by_layer, text_config
 from runtime.rope import Rotation
 
 

@@ -4,7 +4,7 @@
 // CTA packs one slice; or, where slices have to agree (outliers of all heads share one list) and there are no clusters, one CTA all
 // slices of a page in turn. The CTAs of a page form a cluster where they have to agree.
 //
-// A plan P (runtime/pack.py makes it and knows the reasons):
+// A plan P (runtime/pack_units.py makes it and knows the reasons):
 //   H, D, VALUES    kv heads, channels, 1 for values and 0 for keys
 //   Input           F16, BF16 or float: the model's numbers
 //   SELECT, PER_END, SLOTS   which numbers are outliers; online: so many at each end of a vector; room of a page's list
@@ -123,7 +123,7 @@ struct Shape {
 
 constexpr int align16(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// Shared memory of a CTA, bytes from its start; runtime/pack.py computes the same end to know what fits.
+// Shared memory of a CTA, bytes from its start; runtime/pack_units.py computes the same end to know what fits.
 template <class S, class P>
 struct PackLayout {
     using A = Shape<S, P>;

@@ -1,6 +1,6 @@
 """The slim inference runtime: loads a bundle, keeps K and V in packed pages, attends over them.
 
-Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf` and `runtime.hf_decoder` alone.
+Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf*` and `runtime.lm_eval` alone.
 """
 
 from artifacts import Bundle, load

@@ -131,7 +131,7 @@ def _left() -> int:
 
 def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
-    from runtime.pack import units as pack_units
+    from runtime.pack_units import units as pack_units
     from runtime.units import units
 
     start, count = time.perf_counter(), 0

@@ -8,6 +8,7 @@ from artifacts import Bundle
 from runtime.exact import causal_attention
 from runtime.layer import CacheLayer
 from runtime.room import Room
+from runtime.side import write_ring
 
 
 class ExactLayer(CacheLayer):
@@ -42,9 +43,8 @@ class ExactLayer(CacheLayer):
         n, m = self.lengths[i], k.shape[1]
         self._make_room(n + m)
         kept = min(m, self.keys.shape[1])
-        places = torch.arange(n + m - kept, n + m, device=self.device) % max(1, self.keys.shape[1])
         for store, fresh in ((self.keys, k), (self.values, v)):
-            store[i, places] = fresh[:, m - kept :].transpose(0, 1).to(store.dtype)
+            write_ring(store[i], n + m - kept, fresh[:, m - kept :].transpose(0, 1))
         self.offsets[i], self.lengths[i] = offset, n + m
 
     def _make_room(self, n: int) -> None:

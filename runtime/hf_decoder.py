@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from artifacts import Bundle, Split
 from artifacts.errors import UnsupportedModelError
 from runtime.decoding import Attend
-from runtime.hf import AttendingCache, share_of, tensor_mesh, text_config
+from runtime.hf import AttendingCache
+from runtime.hf_model import share_of, tensor_mesh, text_config
 
 
 class _Relay(AttendingCache):

@@ -1,6 +1,6 @@
 """Packing on the GPU: numbers of a prompt or of the window become pages, by one kernel, without asking the host.
 
-`plan` decides how a format's pages are cut among CTAs, `pack_unit` writes the unit over `cuda/pack.cuh`, and `Packer`
+`runtime.pack_units` decides how a format's pages are cut among CTAs and writes the unit over `cuda/pack.cuh`; `Packer`
 launches it on PyTorch's current stream: nothing is allocated and nothing is waited for, so a step can be captured in a
 CUDA graph. The bytes are those of the torch codec (`runtime.codec`) on the same device, with these exceptions, where a
 sum is rounded in another order: norms (`normalize: norm`, sketches) by one unit of float16 in the last place, and what
@@ -13,356 +13,35 @@ Factors are found by torch (`runtime.parts.lowrank`), which synchronizes, so tha
 """
 
 import ctypes
-import functools
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
 from math import ceil, log2
 
 import torch
 from torch import Tensor
 
-from artifacts import Bundle, PageGeometry, Rope
+from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from artifacts.order import TILE
-from artifacts.parts.sparse import BLOCK
 from runtime import jit
 from runtime.codec import Codec, PagePool
-from runtime.jit import KernelError, Unit
+from runtime.jit import KernelError
+from runtime.pack_units import (
+    LAYERS_AT_ONCE,
+    Params,
+    Plan,
+    Source,
+    is_direct,
+    layers_type,
+    outlier_steps,
+    pack_unit,
+    plan,
+    sketch_plan,
+    sketch_unit,
+)
 from runtime.parts import dense, lowrank
 from runtime.rope import Rotation
-from runtime.units import lacking_parts, side_struct
 
-INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
-HEAD_DIMS = (64, 128, 256)
-CLUSTER_LIMIT = 8  # CTAs of a portable cluster
-CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
-QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
 NO_PROMPT = (1 << 31) - 1
-LAYERS_AT_ONCE = 64  # of a launch: a kernel's parameters have 32764 bytes
 MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matrix.cuh`
-
-# KiB of shared memory that a CTA can have, and all that an SM has.
-_SHARED = {"sm_80": (163, 164), "sm_90a": (227, 228), "sm_100": (227, 228)} | {
-    f"sm_{n}": (99, 100) for n in (86, 89, 120)
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How pages are cut: see `cuda/pack_page.cuh`."""
-
-    select: str
-    per_end: int
-    slots: int
-    tokens: int
-    heads: int
-    ctas: int
-    cluster: bool
-    store: str
-    threads: int
-    blocks: int  # that an SM is to hold: what registers are divided by
-    shared: int  # bytes of a CTA
-    workspace: int  # bytes of a CTA
-
-
-def select_kind(geometry: PageGeometry) -> str:
-    """Which of `pack_page.cuh`'s ways to find outliers the sparse part has."""
-    part = geometry.format.sparse
-    if part is None:
-        return "NONE"
-    if part.axis == "token":
-        return "TOKEN"
-    return f"{part.axis.upper()}_{'BUNDLE' if part.thresholds == 'bundle' else 'PAGE'}"
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A slice of `tokens` x `heads`, and what a CTA that packs `slices` of them, one at a time, needs."""
-
-    geometry: PageGeometry
-    rope_dim: int
-    input_bytes: int
-    tokens: int
-    heads: int
-
-    @property
-    def slices(self) -> int:
-        shape = self.geometry.shape
-        return shape.t // self.tokens * ceil(shape.h_kv / self.heads)
-
-    @property
-    def tile(self) -> int:
-        """Bytes of the slice's numbers."""
-        stored = 4 if self.geometry.format.rotate else self.input_bytes
-        return _align(self.heads * self.tokens * (self.geometry.shape.d + 8) * stored)
-
-    @property
-    def scales(self) -> int:
-        part = self.geometry.format.dense
-        if part is None:
-            return 0
-        if part.spans_heads:
-            return self.tokens
-        rows, _, columns = part.scale_shape(self.geometry.shape)
-        of_slice = max(1, rows * self.tokens // self.geometry.shape.t)
-        return of_slice * self.heads * columns
-
-    def shared(self, store: str, per_cta: int, threads: int) -> int:
-        """Shared bytes: `PackLayout::BYTES`, which the unit asserts."""
-        shape, fmt = self.geometry.shape, self.geometry.format
-        d, select = shape.d, select_kind(self.geometry)
-        direct = store == "REGISTERS"
-        size = {"SHARED": self.tile, "REGISTERS": threads // 32 * self.tokens * d * self.input_bytes}.get(store, 0)
-        size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
-        size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
-        size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
-        size += _align(8 * self.scales)
-        size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
-        size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
-        if fmt.sparse:
-            tiles = shape.h_kv * shape.t // TILE
-            size += _align(4 * per_cta * self.heads * self.tokens * d // 32)
-            size += _align(2 * shape.numbers // BLOCK) + _align(4 * tiles + 4)
-            size += threads // 32 * CANDIDATES if select == "TOKEN" else QUEUE
-        size += _align(self.tokens * (d + 4) * 4) if fmt.sketch and not direct else 0
-        return size + 256
-
-
-def _align(size: int) -> int:
-    return -(-size // 16) * 16
-
-
-def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str) -> Plan:
-    """How to cut pages for `arch`. rope: of keys that are stored before RoPE, or None.
-
-    Slices that must agree (outliers of all heads share a list) are a cluster's where there are clusters, else a CTA's.
-    Raises KernelError for shapes and dtypes without a kernel, and where a page does not fit.
-    """
-    shape, fmt = geometry.shape, geometry.format
-    if dtype not in INPUTS:
-        raise KernelError(f"numbers of {dtype}: the pack kernel takes {', '.join(map(str, INPUTS))}")
-    if shape.d not in HEAD_DIMS:
-        raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
-    if fmt.domain == "pre_rope" and rope is None:
-        raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
-    if lacking := lacking_parts(geometry):
-        raise KernelError(f"the pack kernel cannot write {' and '.join(lacking)} yet: use the torch codec")
-    if is_direct(geometry, dtype):
-        return _direct_plan(geometry, dtype)
-    select, part = select_kind(geometry), fmt.dense
-    room, whole = (1024 * k for k in _SHARED[arch])
-    rope_dim = rope.dim if rope and fmt.domain == "pre_rope" else 0
-    spans = select == "TOKEN" or (part is not None and part.spans_heads)
-    together = part.group if part and part.axis == "channel" and part.group else 1
-    clusters = fmt.sparse is not None and arch not in ("sm_80", "sm_86", "sm_89")
-
-    def cut(tokens: int, heads: int) -> _Cut:
-        return _Cut(geometry, rope_dim, dtype.itemsize, tokens, heads)
-
-    tokens = [n for n in (TILE // 2, *range(TILE, shape.t + 1, TILE)) if shape.t % n == 0 and n % together == 0]
-    tokens = [n for n in tokens if (n >= TILE or together == 1) and (select != "CHANNEL_PAGE" or n == shape.t)]
-    heads = [shape.h_kv] if spans else range(1, shape.h_kv + 1)
-    cuts = [cut(n, h) for n in tokens for h in heads]
-
-    def made(c: _Cut, ctas: int, store: str) -> Plan:
-        threads = 512 if c.heads * c.tokens * shape.d > 1 << 14 else 256
-        per_cta = c.slices // ctas
-        workspace = c.heads * c.tokens * (shape.d + 8) * 4 if store == "WORKSPACE" else 0
-        slots = fmt.sparse.slots(shape) if fmt.sparse else 0
-        online = fmt.sparse is not None and fmt.sparse.thresholds == "online"
-        per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
-        size = c.shared(store, per_cta, threads)
-        # Sums over channels, and the search for a token's outliers, keep more registers busy.
-        most = 512 if fmt.rotate or fmt.sketch else 1024
-        blocks = max(1, min(whole // (size + 1024), most // threads, 3 if select == "TOKEN" else 4))
-        cluster = clusters and ctas > 1
-        return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
-
-    def work(p: Plan) -> tuple[int, ...]:
-        # Small enough for three CTAs on an SM, then least work beside the numbers: angles and scales of each CTA.
-        beside = p.ctas * (p.tokens * rope_dim // 2 * 80 + p.heads * shape.d * 20)
-        crowd = min(3, whole // (p.shared + 1024))
-        return (-crowd, beside, p.ctas)
-
-    agreeing = [c for c in cuts if clusters and 1 < c.slices <= CLUSTER_LIMIT]
-    apart = [made(c, c.slices, "SHARED") for c in (agreeing if fmt.sparse else cuts)]
-    alone = [made(c, 1, "SHARED") for c in cuts] if fmt.sparse else []
-    elsewhere = [made(c, 1 if fmt.sparse else c.slices, "WORKSPACE" if fmt.rotate else "INPUT") for c in cuts]
-    for options in (apart, alone, elsewhere):
-        fits = [p for p in options if p.shared <= room]
-        if fits:
-            if options is alone:  # one slice, if it can be, is read once
-                fits = [p for p in fits if p.tokens * p.heads == max(q.tokens * q.heads for q in fits)]
-            return min(fits, key=work)
-    least = min(p.shared for p in elsewhere)
-    raise KernelError(
-        f"to pack a page of {shape.t} tokens x {shape.h_kv} kv heads x {shape.d} channels takes {least} bytes of "
-        f"shared memory, {arch} has {room}: take pages of fewer tokens (t), or use the torch codec"
-    )
-
-
-def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
-    """Whether numbers go from the input through a matrix product in registers: `cuda/pack_direct.cuh`."""
-    fmt = geometry.format
-    if dtype.itemsize != 2 or fmt.sparse or fmt.lowrank or fmt.center or fmt.domain == "pre_rope":
-        return False
-    if fmt.rotate:
-        return fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
-    return fmt.sketch is not None and fmt.dense is None
-
-
-def _direct_plan(geometry: PageGeometry, dtype: torch.dtype) -> Plan:
-    """Warps take 32 tokens of a head if their vectors fit registers beside the sums, so that a warp reads the matrix
-    once for twice the numbers."""
-    shape = geometry.shape
-    tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
-    heads, threads = min(8, shape.h_kv), 64
-    made = _Cut(geometry, 0, dtype.itemsize, tokens, heads)
-    size = made.shared("REGISTERS", 1, threads)
-    return Plan("NONE", 0, 0, tokens, heads, made.slices, False, "REGISTERS", threads, 6, size, 0)
-
-
-def outlier_steps(geometry: PageGeometry) -> int:
-    """Steps of 16 channels in which the products of a sketch's outlier channels are summed."""
-    sketch = geometry.format.sketch
-    return ceil(sketch.outliers / 16) if sketch else 0
-
-
-def pack_unit(
-    name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str, layers: int = 1
-) -> Unit:
-    """The unit that packs pages of one side of at most `layers` layers at once for `arch`; its entry is `pack`.
-
-    Raises as `plan`, and KernelError for more than LAYERS_AT_ONCE layers.
-    """
-    return _unit(name, "Side", geometry, rope, dtype, plan(geometry, rope, dtype, arch), layers)
-
-
-def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
-    """For formats with factors and a sketch: packs the sketch of what is left, float32 [p, t, h_kv, d], and no more."""
-    numbers = "BITS = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
-    scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
-    left = f"Left : Side {{ static constexpr int {numbers}; {scales} }}"
-    return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch))
-
-
-def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
-    """`plan` of `sketch_unit`."""
-    alone = replace(
-        geometry.format, dense=None, sparse=None, lowrank=None, center=None, rotate=None, domain="post_rope"
-    )
-    return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
-
-
-def _unit(
-    name: str, side: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, p: Plan, layers: int = 1
-) -> Unit:
-    if layers > LAYERS_AT_ONCE:
-        raise KernelError(f"{layers} layers in one launch: parameters of {LAYERS_AT_ONCE} fit")
-    shape = geometry.shape
-    numbers = {
-        "H": shape.h_kv,
-        "D": shape.d,
-        "VALUES": int(shape.side == "value"),
-        "PER_END": p.per_end,
-        "SLOTS": p.slots,
-        "TOKENS": p.tokens,
-        "HEADS": p.heads,
-        "CTAS": p.ctas,
-        "CLUSTER": int(p.cluster),
-        "THREADS": p.threads,
-        "OUTLIER_STEPS": outlier_steps(geometry),
-    }
-    packed, _, body = side.partition(" ")
-    at = "blockIdx.z" if layers > 1 else "0"
-    cluster = f" __cluster_dims__({p.ctas}, 1, 1)" if p.cluster else ""
-    lines = [
-        '#include "pack.cuh"',
-        side_struct("Side", geometry, rope),
-        *([f"struct {packed} {body};"] if body else []),
-        "struct Plan {",
-        *(f"    static constexpr int {key} = {value};" for key, value in numbers.items()),
-        f"    using Input = {'' if dtype == torch.float32 else 'signpost::'}{INPUTS[dtype]};",
-        f"    static constexpr signpost::Select SELECT = signpost::Select::{p.select};",
-        f"    static constexpr signpost::Store STORE = signpost::Store::{p.store};",
-        "};",
-        f"static_assert(signpost::PackLayout<{packed}, Plan>::BYTES == {p.shared}, "
-        '"runtime/pack.py counts shared memory alike");',
-        f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, "
-        '"runtime/pack.py has the same parameters");',
-        f"struct Layers {{ signpost::PackParams layer[{layers}]; }};",
-        f'extern "C" __global__ void __launch_bounds__(Plan::THREADS, {p.blocks}){cluster}',
-        f"pack(const __grid_constant__ Layers layers) {{ signpost::pack<{packed}, Plan>(layers.layer[{at}]); }}",
-    ]
-    return Unit(name, "\n".join(lines) + "\n", ("pack",))
-
-
-def units(bundle: Bundle, arch: str) -> list[Unit]:
-    """What packs a bundle's pages on `arch`, for float16 and bfloat16 models, each unit once: a layer at a time, and
-    all layers that are alike at once. Raises as `plan`."""
-    rope = bundle.model.rope
-    alike = Counter(bundle.geometry.sides)
-    found = []
-    for (geometry, count), dtype in product(alike.items(), (torch.float16, torch.bfloat16)):
-        turned = rope if geometry.format.domain == "pre_rope" else None
-        for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):
-            found.append(pack_unit("pack", geometry, turned, dtype, arch, layers))
-        if geometry.format.lowrank and geometry.format.sketch:
-            found.append(sketch_unit("pack-sketch", geometry, arch))
-    return list(dict.fromkeys(found))
-
-
-class Source(ctypes.Structure):
-    """Numbers: strides of sequences, tokens and heads."""
-
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("sequence", "token", "head")))
-
-
-_POINTERS = (
-    *(
-        "table",
-        "lengths",
-        "offsets",
-        "heads",
-        "records",
-        "edges",
-        "values",
-        "scale",
-        "inverse",
-        "zero",
-        "lower",
-        "upper",
-        "mean",
-    ),
-    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
-    *("residual", "workspace", "status"),
-)
-
-
-class Params(ctypes.Structure):
-    """`signpost::PackParams`."""
-
-    _fields_ = (
-        ("prompt", Source),
-        ("ring", Source),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("table_stride", ctypes.c_longlong),
-        ("ring_capacity", ctypes.c_int),
-        ("prompt_first", ctypes.c_int),
-        ("first_page", ctypes.c_int),
-        ("fresh", ctypes.c_int),
-        ("capacity_pages", ctypes.c_int),
-        ("scaling", ctypes.c_float),
-        ("unscaling", ctypes.c_float),
-    )
-
-
-@functools.cache
-def layers_type(count: int) -> type[ctypes.Structure]:
-    """The kernel's argument: the parameters of so many layers."""
-    return type("Layers", (ctypes.Structure,), {"_fields_": (("layer", Params * count),)})
 
 
 def source(x: Tensor) -> Source:

@@ -176,8 +176,9 @@ class Side:
             return
         book = self.tables.book
         held = book.tables[sequence][used : used + count]
-        groups = book.groups(held) if self.geometry.segment_bytes else []
-        segments = torch.tensor(groups, dtype=torch.int64).to(x.device)
+        segments = None  # each tensor that a prompt makes in vain costs launches of every layer
+        if self.geometry.segment_bytes:
+            segments = torch.tensor(book.groups(held), dtype=torch.int64).to(x.device)
         if has_kernels(self.codec.device):
             if self._place is None or self._place[0] != offset:
                 self._place = offset, torch.tensor([offset], dtype=torch.int32).to(x.device)
@@ -201,13 +202,13 @@ class Side:
     def append(self, sequence: int, x: Tensor, n: int) -> None:
         """Appends x [m, h_kv, d] behind n tokens, when `pack` has packed the pages that this fills."""
         window, m = self.format.window, x.shape[0]
-        sinks = x[: max(0, window.sinks - n)]
-        self.sinks[sequence, n : n + sinks.shape[0]] = sinks.to(self.buffer.dtype)
+        if n < window.sinks:
+            sinks = x[: window.sinks - n]
+            self.sinks[sequence, n : n + sinks.shape[0]] = sinks
         self.used[sequence] = window.pages(n + m, self.format.t)
         first = max(n, window.sinks + self.used[sequence] * self.format.t)
         if first < n + m:
-            places = torch.arange(first - window.sinks, n + m - window.sinks, device=x.device) % self.capacity
-            self.window[sequence, places] = x[first - n :].to(self.buffer.dtype)
+            write_ring(self.window[sequence], first - window.sinks, x[first - n :])
 
     def select(self, sequences: list[int]) -> None:
         """Makes the sequences the given old ones; `tables` are selected by their owner."""
@@ -219,3 +220,15 @@ class Side:
         """Lets an empty sequence begin with the tokens of another; `tables` are shared by their owner."""
         self.sinks[sequence], self.window[sequence] = self.sinks[source], self.window[source]
         self.used[sequence] = self.used[source]
+
+
+def write_ring(ring: Tensor, first: int, x: Tensor) -> None:
+    """Writes x [n, ...], n at most capacity, to ring [capacity, ...]: number first + i to (first + i) % capacity."""
+    if not x.shape[0]:
+        return
+    capacity = ring.shape[0]
+    start = first % capacity
+    fit = min(x.shape[0], capacity - start)
+    ring[start : start + fit] = x[:fit]
+    if fit < x.shape[0]:
+        ring[: x.shape[0] - fit] = x[fit:]

@@ -26,8 +26,9 @@ from calib.passes import ALONE, Work
 from calib.progress import track
 from runtime.codec import Codec
 from runtime.exact import causal_attention
-from runtime.hf import AttendingCache, rotary, text_config
+from runtime.hf import AttendingCache
 from runtime.hf_decoder import decoder_layers
+from runtime.hf_model import rotary, text_config
 from runtime.rope import Rotation
 
 SMALLEST = 1e-9  # nats; a damage below is noise, and products of ratios need numbers above zero

@@ -23,7 +23,7 @@ from calib.progress import track
 from calib.signposts import WeightedHistogram
 from calib.tap import Activations, Tap
 from runtime.codec import Codec
-from runtime.hf import require_fit
+from runtime.hf_model import require_fit
 from runtime.parts import MODULES, dense
 
 BINS = 400  # of histograms: about as many as a picture has columns

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError, UnsupportedModelError
-from runtime.hf import SignpostCache, model_path, resolve_device
+from runtime.hf import SignpostCache
+from runtime.hf_load import model_path, resolve_device
 from runtime.lm_eval.scoring import Request, score
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from calib.forward import hidden_states
 from calib.pipeline import arrays
 from calib.tap import Tap
 from runtime.codec import Codec
-from runtime.hf import fingerprint, rotary
+from runtime.hf import fingerprint
+from runtime.hf_model import rotary
 from runtime.rope import Rotation
 
 SMALL = (

@@ -18,7 +18,8 @@ from calib.forward import ActivationError
 from calib.progress import bars
 from runtime.cache import KVCache
 from runtime.codec import Codec
-from runtime.hf import fingerprint, rotary
+from runtime.hf import fingerprint
+from runtime.hf_model import rotary
 from tests.formats import exact_window, kivi, kvquant, random_bundle
 from tests.oracles.attention import U, attention, float32_bound
 

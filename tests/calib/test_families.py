@@ -9,7 +9,7 @@ from calib.data import Tokens
 from calib.evaluate import evaluate
 from calib.pipeline import calibrate
 from calib.tap import Tap
-from runtime.hf import kv_heads, rotary_by_layer
+from runtime.hf_model import kv_heads, rotary_by_layer
 from tests.calib.taken import taken
 from tests.oracles.fisher import whole_model
 from tests.runtime.tiny_models import CONFIGS, FALCON, MLA, tiny

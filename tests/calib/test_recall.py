@@ -12,7 +12,8 @@ from calib import recall
 from calib.evaluate import SimulatedCache
 from calib.recall import Prompts, Trial, as_cached, lookup, passkey, prompts, score, trials
 from runtime import pages, side
-from runtime.hf import SignpostCache, fingerprint, rotary
+from runtime.hf import SignpostCache, fingerprint
+from runtime.hf_model import rotary
 from tests.formats import exact_window, kivi, kvquant, random_bundle
 
 H_Q, H, D = 4, 2, 32

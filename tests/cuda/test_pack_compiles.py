@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from artifacts import Dense, Format, PageGeometry, Sparse
-from runtime import jit, pack
+from runtime import jit, pack_units
 from runtime.jit import ARCHS, KernelError
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
 
 SIDES = sides()
-INPUTS = list(pack.INPUTS)
+INPUTS = list(pack_units.INPUTS)
 STACK = 40  # bytes: what cosf and sinf use for angles beyond 10^5
 
 
@@ -25,8 +25,8 @@ def cache(tmp_path_factory):
 
 
 def resources(geometry, rope, dtype, arch):
-    made = pack.plan(geometry, rope, dtype, arch)
-    found = jit.report(pack.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
+    made = pack_units.plan(geometry, rope, dtype, arch)
+    found = jit.report(pack_units.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
     assert found.registers * made.threads <= 65536, made
     return made, found
 
@@ -39,7 +39,7 @@ def test_all_formats_compile_for_hopper(index):
     assert time.perf_counter() - start < 30
     assert made.shared <= 227 * 1024
     if geometry.format.lowrank and geometry.format.sketch:
-        jit.report(pack.sketch_unit("sketch", geometry, "sm_90a"), "sm_90a")
+        jit.report(pack_units.sketch_unit("sketch", geometry, "sm_90a"), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_90a"])
@@ -53,7 +53,7 @@ def test_other_architectures(arch):
 def test_units_of_a_bundle():
     """Layers that are alike share a unit, for models of both dtypes of two bytes."""
     bundle = random_bundle([kivi(2, 32)] * 3 + [kivi(4, 32)], 4, 2, 64)
-    found = pack.units(bundle, "sm_90a")
+    found = pack_units.units(bundle, "sm_90a")
     layers = [re.search(r"layer\[(\d+)\]", unit.source)[1] for unit in found]
     assert layers == ["1", "3"] * 4 + ["1"] * 4  # keys and values
     assert ["BF16" in unit.source for unit in found] == [False, False, True, True] * 2 + [False, True] * 2
@@ -82,34 +82,34 @@ def test_plans_are_the_same_without_a_gpu():
     """Slices of keys with outliers: at most eight, a cluster; of values with whole tokens' scales: all heads."""
     rope = SIDES[-1][2]
     key, value = LLAMA[0][1], LLAMA[1][1]
-    made = pack.plan(key, rope, torch.float16, "sm_90a")
+    made = pack_units.plan(key, rope, torch.float16, "sm_90a")
     assert made.cluster
-    assert 1 < made.ctas <= pack.CLUSTER_LIMIT
-    made = pack.plan(value, None, torch.float16, "sm_90a")
+    assert 1 < made.ctas <= pack_units.CLUSTER_LIMIT
+    made = pack_units.plan(value, None, torch.float16, "sm_90a")
     assert (made.heads, made.cluster, made.select) == (32, True, "TOKEN")
-    made = pack.plan(key, rope, torch.float16, "sm_80")
+    made = pack_units.plan(key, rope, torch.float16, "sm_80")
     assert (made.ctas, made.cluster) == (1, False)
-    assert pack.plan(LLAMA[-1][1], None, torch.float16, "sm_86").ctas > 1
+    assert pack_units.plan(LLAMA[-1][1], None, torch.float16, "sm_86").ctas > 1
 
 
 def test_what_has_no_kernel():
     rope = SIDES[-1][2]
     with pytest.raises(KernelError, match="head dimension 96"):
-        pack.plan(PageGeometry.of(kivi(2).value, 2, 96, "value"), None, torch.float16, "sm_90a")
+        pack_units.plan(PageGeometry.of(kivi(2).value, 2, 96, "value"), None, torch.float16, "sm_90a")
     with pytest.raises(KernelError, match=r"torch\.int8"):
-        pack.plan(LLAMA[0][1], rope, torch.int8, "sm_90a")
+        pack_units.plan(LLAMA[0][1], rope, torch.int8, "sm_90a")
     with pytest.raises(KernelError, match="rotary embedding"):
-        pack.plan(LLAMA[0][1], None, torch.float16, "sm_90a")
+        pack_units.plan(LLAMA[0][1], None, torch.float16, "sm_90a")
     fmt = Format(512, Dense(2, "token"), Sparse(0.01, "token", "online"))
     with pytest.raises(KernelError, match="take pages of fewer tokens"):
-        pack.plan(PageGeometry.of(fmt, 256, 256, "value"), None, torch.float16, "sm_86")
+        pack_units.plan(PageGeometry.of(fmt, 256, 256, "value"), None, torch.float16, "sm_86")
 
 
 def test_the_kernels_count_shared_memory_alike():
     """A plan that disagrees does not compile."""
     _, geometry, rope = SIDES[-1]
-    unit = pack.pack_unit("pack", geometry, rope, torch.float16, "sm_90a")
-    size = pack.plan(geometry, rope, torch.float16, "sm_90a").shared
+    unit = pack_units.pack_unit("pack", geometry, rope, torch.float16, "sm_90a")
+    size = pack_units.plan(geometry, rope, torch.float16, "sm_90a").shared
     wrong = jit.Unit(unit.name, unit.source.replace(f"BYTES == {size}", f"BYTES == {size + 16}"), unit.entries)
     with pytest.raises(jit.CompileError, match="counts shared memory alike"):
         jit.compile_unit(wrong, "sm_90a")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from artifacts import Dense, Format, PageGeometry, Rope, Sparse
-from runtime import pack
+from runtime import pack, pack_units
 from runtime.codec import Codec
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
@@ -72,11 +72,11 @@ class Emulated:
     def __init__(self, codec, rotation, dtype, arch):
         geometry = codec.geometry
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
-        self.plan = pack.plan(geometry, rope, dtype, arch)
-        self.library = build(pack.pack_unit("pack", geometry, rope, dtype, arch), self.plan)
+        self.plan = pack_units.plan(geometry, rope, dtype, arch)
+        self.library = build(pack_units.pack_unit("pack", geometry, rope, dtype, arch), self.plan)
         self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
         self.status = torch.zeros(1, dtype=torch.int32)
-        self.params = pack.Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
+        self.params = pack_units.Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
         self.params.status = self.status.data_ptr()
         for field, tensor in self.tables.items():
             setattr(self.params, field, tensor.data_ptr())
@@ -158,8 +158,8 @@ DIRECT = direct_sides()
 def test_numbers_through_registers(index):
     """What needs no shared memory; numbers of four bytes take the other way."""
     _, geometry, rope = DIRECT[index]
-    for place, dtype in enumerate(pack.INPUTS):
-        assert pack.is_direct(geometry, dtype) == (dtype.itemsize == 2)
+    for place, dtype in enumerate(pack_units.INPUTS):
+        assert pack_units.is_direct(geometry, dtype) == (dtype.itemsize == 2)
         if index % 5 == 0 or index % 2 == place:
             check_prompt(geometry, rope, dtype, "sm_90a", "grid")
 
@@ -168,7 +168,7 @@ OUTLIERS = [side for side in SIDES[-6:] if side[1].format.sparse]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("dtype", list(pack.INPUTS))
+@pytest.mark.parametrize("dtype", list(pack_units.INPUTS))
 @pytest.mark.parametrize("name, geometry, rope", OUTLIERS, ids=[side[0] for side in OUTLIERS])
 def test_outliers_of_recipes(name, geometry, rope, dtype, kind):
     check_prompt(geometry, rope, dtype, "sm_90a", kind, b=2)
@@ -198,7 +198,7 @@ SOME = Sparse(0.25, "matrix", "bundle", capacity=1)
 def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
     """The least of 256 is given up, of equal ones the first: also where two blocks of threads share it."""
     geometry = PageGeometry.of(Format(32, Dense(2, "token"), part), h_kv, d, side)
-    plan = pack.plan(geometry, None, torch.float16, arch)
+    plan = pack_units.plan(geometry, None, torch.float16, arch)
     assert plan.cluster == (arch == "sm_90a")
     assert (plan.tokens == 8) == half_tiles
     check_prompt(geometry, SIDES[0][2], torch.float16, arch, "full", pages=1)
@@ -245,8 +245,10 @@ def test_layers_at_once(index):
     shape, window = geometry.shape, geometry.format.window
     codec, rotation, first = made(geometry, rope, torch.float16, "sm_90a")
     codecs = [codec, Codec(geometry, exact_tensors(geometry.format, shape.h_kv, shape.d, seed=5))]
-    unit = pack.pack_unit("pack", geometry, rotation.rope if index == 0 else None, torch.float16, "sm_90a", layers=2)
-    library, layers, kept = build(unit, first.plan), pack.layers_type(2)(), []
+    unit = pack_units.pack_unit(
+        "pack", geometry, rotation.rope if index == 0 else None, torch.float16, "sm_90a", layers=2
+    )
+    library, layers, kept = build(unit, first.plan), pack_units.layers_type(2)(), []
     n = window.sinks + window.recent + shape.t
     lengths, table = torch.tensor([n], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
     pools = [[poisoned(geometry, 2) for _ in codecs] for _ in range(2)]
@@ -255,7 +257,7 @@ def test_layers_at_once(index):
         ring = ring_of(x, n, window.recent + shape.t, window.sinks)[None]
         tables = pack.device_tables(codec, rotation if index == 0 else None, torch.float16)
         kept.append((tables, ring))
-        params = pack.Params.from_buffer_copy(first.params)
+        params = pack_units.Params.from_buffer_copy(first.params)
         for name, tensor in (tables | {"table": table, "heads": pool.heads, "records": pool.records}).items():
             setattr(params, name, tensor.data_ptr())
         params.ring, params.ring_capacity, params.capacity_pages = pack.source(ring), ring.shape[1], 2
@@ -272,8 +274,8 @@ def test_layers_at_once(index):
 def test_more_layers_than_parameters_have_room_for():
     _, geometry, rope = SIDES[-6]
     with pytest.raises(pack.KernelError, match="65 layers in one launch: parameters of 64 fit"):
-        pack.pack_unit("pack", geometry, rope, torch.float16, "sm_90a", layers=65)
-    assert ctypes.sizeof(pack.layers_type(pack.LAYERS_AT_ONCE)) <= 32764
+        pack_units.pack_unit("pack", geometry, rope, torch.float16, "sm_90a", layers=65)
+    assert ctypes.sizeof(pack_units.layers_type(pack_units.LAYERS_AT_ONCE)) <= 32764
 
 
 def test_page_ids_are_named():

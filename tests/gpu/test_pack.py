@@ -6,7 +6,8 @@ import torch
 
 from runtime.codec import Codec
 from runtime.jit import KernelError
-from runtime.pack import LAYERS_AT_ONCE, Packer, source
+from runtime.pack import Packer, source
+from runtime.pack_units import LAYERS_AT_ONCE
 from runtime.rope import Rotation
 from tests.formats import random_tensors
 from tests.packing import differences, direct_sides, exact_tensors, numbers, poisoned, reference, ring_of, sides

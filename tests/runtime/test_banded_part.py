@@ -13,7 +13,7 @@ from artifacts.parts.banded import BAND
 from runtime import jit
 from runtime.attention import check
 from runtime.codec import Codec, PagePool
-from runtime.pack import plan
+from runtime.pack_units import plan
 from runtime.parts import banded, rotate
 from runtime.units import units
 from tests.formats import cache_numbers, random_bundle, random_tensors

@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from runtime.codec import Codec
-from runtime.hf import SignpostCache, sliding_windows, text_config
+from runtime.hf import SignpostCache
+from runtime.hf_model import sliding_windows, text_config
 from runtime.rope import Rotation
 from tests.formats import exact_window, kivi, kvquant
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny

@@ -20,8 +20,9 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 
 from artifacts import BundleMismatchError, Rope, SignpostError
-from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint, rotary, rotary_by_layer
+from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint
 from runtime.hf_decoder import HFDecoder
+from runtime.hf_model import rotary, rotary_by_layer
 from tests.formats import kivi, kvquant, random_bundle
 from tests.runtime.tiny_models import CONFIGS, FALCON, LLAMA3, LOCAL, MLA, SIZE, YARN, bundle_for, tiny
 

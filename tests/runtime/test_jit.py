@@ -746,7 +746,7 @@ def test_a_refused_launch_says_its_shape(fake):
 def bundle(tmp_path, monkeypatch):
     """A bundle on disk, and a stand-in for what chooses its units."""
     monkeypatch.setattr("runtime.units.units", lambda b: [UNIT])
-    monkeypatch.setattr("runtime.pack.units", lambda b, arch: [Unit(f"layers{b.model.l}", SOURCE, ("clear",))])
+    monkeypatch.setattr("runtime.pack_units.units", lambda b, arch: [Unit(f"layers{b.model.l}", SOURCE, ("clear",))])
     return str(random_bundle([kivi(2, 32)] * 2, 4, 2, 64).save(tmp_path / "bundle"))
 
 

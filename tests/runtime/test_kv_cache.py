@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from artifacts import LayerFormat
 from runtime import CacheFullError, KVCache
+from runtime.side import write_ring
 from tests.attending import expected, pool_bytes
 from tests.attending import filled as filled_case
 from tests.attending import step as case_step
@@ -457,3 +458,14 @@ def test_attention_behind_a_sequence_keeps_nothing(case):
         assert (np.abs(out[0].transpose(0, 1).double().numpy() - wanted) <= bound).all()
     assert kv.lengths == before.lengths
     assert_same_content(kv, before)
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.data())
+def test_rings_hold_each_number_at_its_place(capacity, first, data):
+    count = data.draw(st.integers(0, capacity))
+    ring, x = torch.full((capacity, 2), -1.0, dtype=torch.float16), torch.arange(2.0 * count).view(count, 2)
+    write_ring(ring, first, x)
+    wanted = torch.full((capacity, 2), -1.0, dtype=torch.float16)
+    for i in range(count):
+        wanted[(first + i) % capacity] = x[i].half()
+    assert torch.equal(ring, wanted)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.hf import ModelLoadError, load_causal_lm, model_path, resolve_device
+from runtime.hf import ModelLoadError, load_causal_lm
+from runtime.hf_load import model_path, resolve_device
 
 TINY = Path(__file__).resolve().parents[2] / "calib" / "tiny"
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

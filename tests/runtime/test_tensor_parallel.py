@@ -17,8 +17,9 @@ from artifacts import BundleMismatchError, PageGeometry, Split
 from runtime.__main__ import main
 from runtime.codec import Codec
 from runtime.decoding import Prompt
-from runtime.hf import ModelLoadError, SignpostCache, UnsupportedModelError, fingerprint, load_causal_lm, split_of
+from runtime.hf import ModelLoadError, SignpostCache, UnsupportedModelError, fingerprint, load_causal_lm
 from runtime.hf_decoder import HFDecoder
+from runtime.hf_model import split_of
 from tests.formats import kivi, kvquant
 from tests.runtime.ranks import FORMATS, GATHERED, IDS, MASK, MODELS, ODD, loaded, seen
 from tests.runtime.test_engine import BUNDLES, MODEL, engine_for, prompt
@@ -189,7 +190,7 @@ def test_weights_whose_whole_shape_is_not_known(pretending):
 
 @torch.no_grad()
 def test_heads_that_are_not_where_the_plan_says(pretending, monkeypatch):
-    monkeypatch.setattr("runtime.hf._weights_index", lambda model: None)
+    monkeypatch.setattr("runtime.hf_model._weights_index", lambda model: None)
     cache = SignpostCache(pretending, bundle_for(pretending, kivi(2, t=32)))
     message = "attention of layer 0 gets 2 kv heads, and rank 1 of 2 should have 1: only plans that"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -277,7 +278,7 @@ def test_kernels_of_a_slice_are_compiled_ahead(monkeypatch, tmp_path):
     """As many heads as a rank has; ranks that cannot share them are refused."""
     bundle, seen_heads = bundle_for(MODEL, replace(kvquant(3, t=32))), []
     path = str(bundle.save(tmp_path / "b"))
-    monkeypatch.setattr("runtime.pack.units", lambda b, arch: seen_heads.append(b.model.h_kv) or [])
+    monkeypatch.setattr("runtime.pack_units.units", lambda b, arch: seen_heads.append(b.model.h_kv) or [])
     monkeypatch.setattr("runtime.units.units", lambda b: [])
     assert main(["compile", "--bundle", path, "--arch", "sm_90a", "--ranks", "2"]) == 0
     assert main(["compile", "--bundle", path, "--arch", "sm_90a"]) == 0

@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from artifacts import Bundle, LayerFormat
-from runtime.hf import fingerprint, rotary
+from runtime.hf import fingerprint
+from runtime.hf_model import rotary
 from tests.formats import random_bundle
 
 SIZE: dict[str, Any] = {

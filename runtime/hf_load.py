@@ -1,0 +1,101 @@
+"""Models and tokenizers from folders or a hub, onto a device, several of them, or the ranks that share a model."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
+
+from artifacts.errors import SignpostError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelLoadError(SignpostError, ValueError):
+    """The model, its dtype or its device cannot be had."""
+
+
+def model_path(name: str) -> str:
+    """Folder or hub id to load from; `tiny` is the embedded model."""
+    spec = find_spec("calib") if name == "tiny" and not Path(name).exists() else None
+    return str(Path(spec.origin).parent / "tiny") if spec and spec.origin else name
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises ModelLoadError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"device={name}: allowed are auto, cpu, cuda, cuda:0, ...") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device={name}: torch sees {torch.cuda.device_count()} CUDA devices here; use device=cpu")
+    return device
+
+
+def load_causal_lm(
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    gpus: Sequence[int] = (),
+    sharded: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in eval mode with frozen weights, and its tokenizer.
+
+    name      folder, hub id, or `tiny` for the embedded model
+    dtype     float32, bfloat16, float16, or auto for the checkpoint's
+    device    as in `resolve_device`
+    gpus      over which to spread the layers, by numbers; none: the model stays whole, on `device`
+    sharded   the ranks that torchrun has started share the weights of every layer (tensor parallelism), each on a GPU
+              of its own if there are any, so `device` is auto. transformers connects them. Only rank 0 shows progress
+    Raises ModelLoadError where one of them cannot be had.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelLoadError(f"dtype={dtype}: allowed are auto, {', '.join(DTYPES)}")
+    path, target = model_path(name), _shared_device(device) if sharded else resolve_device(device)
+    try:
+        AutoConfig.from_pretrained(path, revision=revision)  # a clear error before gigabytes are read
+        where = {"distributed_config": DistributedConfig(tp_plan="auto")} if sharded else _where(target, gpus)
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"cannot load the model {name!r}: {reason} Name a folder that holds a Hugging Face model, or a hub id"
+        ) from error
+    if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()} and gpus:
+        raise ModelLoadError(f"{name!r} does not fit GPUs {list(gpus)}: give it more GPUs, or dtype=bfloat16")
+    placed = model if gpus or sharded else cast(Any, model).to(target)
+    return placed.eval().requires_grad_(False), tokenizer
+
+
+def _shared_device(name: str) -> torch.device:
+    """The kind of device that transformers puts a model's shares on. Raises ModelLoadError where it has no such."""
+    kind, gpus = "cuda" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
+    if name not in ("auto", kind):
+        raise ModelLoadError(f"device={name}: ranks that share a model work on {kind} here; use device=auto")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if kind == "cuda" and gpus < ranks:
+        raise ModelLoadError(
+            f"device={name}: {ranks} ranks on this machine, but torch sees {gpus} CUDA devices: start at most as many "
+            "ranks (--nproc-per-node) as there are GPUs"
+        )
+    if int(os.environ.get("RANK", "0")):
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    return torch.device(kind)
+
+
+def _where(device: torch.device, gpus: Sequence[int]) -> dict[str, Any]:
+    """Where transformers loads weights to: to a GPU at once, never into the host's memory as a whole."""
+    if gpus:
+        # A tenth stays free for what calibration and attention need beside the weights.
+        return {"device_map": "balanced", "max_memory": {i: int(0.9 * torch.cuda.mem_get_info(i)[0]) for i in gpus}}
+    return {"device_map": {"": device}} if device.type == "cuda" else {}
