@@ -5,7 +5,7 @@ lengths and block tables are read on the device.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import e as EULER
 from math import log2
@@ -13,8 +13,9 @@ from math import log2
 import torch
 from torch import Tensor
 
-from artifacts import PageGeometry
+from artifacts import Format, PageGeometry
 from runtime import jit, smooth
+from runtime.pack import check_ids
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
 from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit, fits_bytes, lacking_parts
@@ -173,7 +174,11 @@ class PagedAttention:
 
 
 class Step:
-    """A planned step: `write` and `run` may be repeated and captured; see `PagedAttention.plan`."""
+    """A planned step: `write` and `run` may be repeated and captured; see `PagedAttention.plan`.
+
+    With SIGNPOST_DEBUG=1 `run` checks lengths and page ids before it launches, which waits for the device, unless a
+    graph is being captured.
+    """
 
     def __init__(
         self, kernels: PagedAttention, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int,
@@ -191,6 +196,8 @@ class Step:
         )
         self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
+        self._formats, self._m = (kernels.key.format, kernels.value.format), m
+        self._debug = jit.switch("SIGNPOST_DEBUG")
         self._pairs, self._d, self._stream = b * kernels.h_kv, kernels.d, lambda: kernels._stream(kernels.device)
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
@@ -225,6 +232,10 @@ class Step:
 
     def run(self, q: Tensor, out: Tensor) -> None:
         """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
+        if self._debug and not torch.cuda.is_current_stream_capturing():
+            key, value, lengths, _ = self._kept
+            for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
+                check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()])
         params = self.params
         params.q = q.data_ptr()
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
@@ -253,6 +264,23 @@ def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
             "heads are contiguous and begin at multiples of 16 bytes; make them contiguous"
         )
     return [stride // piece for stride in strides]
+
+
+def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int]) -> None:
+    """Raises KernelError where a sequence of so many cached tokens has pages that its table or the pool has not.
+
+    name: of the side, for messages. lengths: of each sequence, without the step's new tokens
+    """
+    for i, n in enumerate(lengths):
+        if n < 0:
+            raise jit.KernelError(f"{name}: sequence {i} has {n} tokens before the new ones: lengths= counts these too")
+        pages, room = fmt.window.pages(n, fmt.t), side.table.shape[1]
+        if pages > room:
+            raise jit.KernelError(
+                f"{name}: {n} tokens of sequence {i} fill {pages} pages, its block table has {room}: "
+                "give it more columns"
+            )
+        check_ids(side.table[i : i + 1, :pages], 0, side.heads.shape[0], i)
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

@@ -2,13 +2,15 @@
 
 import ctypes
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from artifacts import LowRank, PageGeometry, Rope
+from artifacts import LowRank, PageGeometry, Rope, Window
 from runtime import attention, jit
+from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import attend_unit, units
@@ -132,6 +134,26 @@ def test_what_the_kernels_do_not_cover(changes, message) -> None:
     pair = (PageGeometry.of(key, 2, d, "key"), PageGeometry.of(value, 2, d, "value"))
     with pytest.raises(jit.KernelError, match=message):
         attention.check(*pair, changes.get("h_q", h_q), getattr(torch, changes.get("dtype", "float16")))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "table", "message"),
+    [
+        ([4 + 63, 4 + 128], [[7, -1], [2, 0]], None),  # only pages that are packed are looked at
+        ([4 + 64, 4 + 128], [[7, 0], [2, 0]], "page 0 of sequence 0 has id 7, the pool has pages 0 to 2"),
+        ([0, 4 + 128], [[0, 0], [2, -1]], "page 1 of sequence 1 has id -1"),
+        ([0, 4 + 192], [[0, 0], [2, 1]], "keys: 196 tokens of sequence 1 fill 3 pages, its block table has 2"),
+        ([-1, 0], [[0, 0], [2, 1]], "keys: sequence 0 has -1 tokens before the new ones"),
+    ],
+)
+def test_block_tables_are_checked(lengths: list[int], table: list[list[int]], message: str | None) -> None:
+    fmt = replace(kivi(2).key, window=Window(4, 0))
+    pool = PagePool(PageGeometry.of(fmt, 2, 64, "key"), 3)
+    window = torch.zeros(2, 64, 2, 64)
+    ids = torch.tensor(table, dtype=torch.int32)
+    side = attention.PagedSide(pool.heads, pool.records, pool.segments, ids, window[:, :4], window)
+    with nullcontext() if message is None else pytest.raises(jit.KernelError, match=message):
+        attention.check_tables("keys", side, fmt, lengths)
 
 
 def test_without_a_gpu_the_error_says_so() -> None:
