@@ -44,8 +44,8 @@ def test_all_formats_compile_for_hopper(index):
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_90a"])
 def test_other_architectures(arch):
-    """Every 18th format on each, others on every one."""
-    for index in range(3 * ARCHS.index(arch), len(SIDES), 18):
+    """Every 17th format on each, others on every one: so all types of numbers, keys and values."""
+    for index in range(3 * ARCHS.index(arch), len(SIDES), 17):
         _, geometry, rope = SIDES[index]
         resources(geometry, rope, INPUTS[index % 3], arch)
 
