@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.hf import ModelLoadError
-from runtime.hf_load import resolve_device
+from runtime.hf_load import ModelLoadError, resolve_device
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import fingerprint, load_causal_lm
-from runtime.hf_load import model_path
-from runtime.hf_model import kv_heads, require_keys_and_values, require_one_rope, rotary, sliding_windows
+from runtime.hf_load import load_causal_lm, model_path
+from runtime.hf_model import fingerprint, kv_heads, require_keys_and_values, require_one_rope, rotary, sliding_windows
 
 LONG = 131072  # tokens of a long context
 # What to say where the model itself does not fit: what was done, and the way out.

@@ -176,7 +176,7 @@ class Side:
             return
         book = self.tables.book
         held = book.tables[sequence][used : used + count]
-        segments = None  # each tensor that a prompt makes in vain costs launches of every layer
+        segments = None  # one made in vain costs time in every layer of a prompt
         if self.geometry.segment_bytes:
             segments = torch.tensor(book.groups(held), dtype=torch.int64).to(x.device)
         if has_kernels(self.codec.device):

@@ -43,8 +43,8 @@ from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf import fingerprint, load_causal_lm
-from runtime.hf_model import config_hash, require_keys_and_values, require_one_rope, sliding_windows
+from runtime.hf_load import load_causal_lm
+from runtime.hf_model import config_hash, fingerprint, require_keys_and_values, require_one_rope, sliding_windows
 
 _METHOD = ("method", "bits", "outliers", "sinks")  # settings that a budget takes the place of
 
