@@ -20,8 +20,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from artifacts import Dense, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Sketch, Sparse, Window
+from artifacts import Banded, Dense, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Sketch, Sparse, Window
 from artifacts.geometry import SEGMENT_PAGES
+from artifacts.parts.banded import BAND
 from runtime.attention import PagedAttention, PagedSide
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.rope import Rotation
@@ -52,12 +53,24 @@ def turboquant(bits: int) -> Format:
     return Format(64, Dense(bits, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
 
 
+def banded(bits: float) -> LayerFormat:
+    """Codes of a width by band of 32 channels; values behind a learned matrix."""
+    window = Window(sinks=1)
+    return LayerFormat(
+        Format(64, banded=Banded(bits), window=window, domain="pre_rope"),
+        Format(64, banded=Banded(bits), window=window, rotate=Rotate("learned")),
+    )
+
+
 FORMATS: dict[str, LayerFormat] = {
     "nuq4-1": nuq(4),
     "nuq3-1": nuq(3),
     "nuq2-1": nuq(2),
     "nuq4": nuq(4, outliers=False),
     "nuq2": nuq(2, outliers=False),
+    "banded4": banded(3.75),
+    "banded3": banded(3),
+    "banded2": banded(2),
     "kivi4-g32": kivi(4),
     "kivi2-g32": kivi(2),
     "gear-l2": kivi(2, 64, LowRank(4, 2)),
@@ -97,19 +110,30 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
     h_kv, found = x.shape[1], {}
     if fmt.center:
         found["mean"] = x.mean(0)
-    if fmt.rotate:
+    if fmt.rotate and fmt.rotate.kind == "learned":
+        found["rotation"] = torch.stack([(torch.linalg.qr(torch.randn(D, D))[0] * 300).clamp(-127, 127) for _ in range(h_kv)])
+        found["rotation"] = found["rotation"].to(torch.int8).cuda()
+        x = torch.einsum("nhc,hcd->nhd", x, found["rotation"].float())
+    elif fmt.rotate:
         found["rotation"] = torch.linalg.qr(torch.randn(D, D))[0].cuda()
     if fmt.sparse and fmt.sparse.thresholds == "bundle":
         ends = torch.tensor([fmt.sparse.fraction / 2, 1 - fmt.sparse.fraction / 2]).cuda()
         found["lower"], found["upper"] = torch.quantile(x, ends, dim=0)
         x = x.clamp(found["lower"], found["upper"])
-    if fmt.dense and fmt.dense.scales == "bundle":
+    if fmt.banded or (fmt.dense and fmt.dense.scales == "bundle"):
         low, high = x.amin(0), x.amax(0)
         found |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
     if fmt.dense and fmt.dense.codebook == "nuq":
         count = 1 << fmt.dense.bits
         at = (torch.arange(count) + 0.5) / count
         found["signposts"] = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
+    if fmt.banded:
+        found["widths"] = torch.tensor([widths(fmt.banded.bits, head) for head in range(h_kv)], dtype=torch.uint8).cuda()
+        found["signposts"] = torch.ones(h_kv, D // BAND, 16).cuda()
+        for width in range(5):
+            at = (torch.arange(1 << width) + 0.5) / (1 << width)
+            book = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
+            found["signposts"][found["widths"] == width] = torch.nn.functional.pad(book, (0, 16 - len(book)), value=float(book[-1]))
     if fmt.sketch:
         for name, m in (("sketch", fmt.sketch.m), ("outlier_sketch", fmt.sketch.outlier_m)):
             found[name] = (
@@ -119,6 +143,18 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
             (torch.arange(D) < fmt.sketch.outliers).to(torch.uint8).expand(h_kv, D).contiguous().cuda()
         )
     return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in found.items()}
+
+
+def widths(bits: float, head: int) -> list[int]:
+    """Of a head's bands, adding up to the mean `bits`: every fourth head alike, others with one or two bits moved forward."""
+    total = round(4 * bits)
+    found = [total // 4 + (band < total % 4) for band in range(4)]
+    for _ in range(head % 4):
+        for taker, giver in ((0, 3), (1, 2), (0, 2)):
+            if found[taker] < 4 and found[giver] > 1:
+                found[taker], found[giver] = found[taker] + 1, found[giver] - 1
+                break
+    return found
 
 
 def filled(geometry: PageGeometry, found: dict[str, Tensor], b: int, n: int, seed: int) -> PagedSide:

@@ -112,6 +112,7 @@ struct Attend {
             return;
         }
         keys.fetch();
+        values.fetch();
         query.fetch();
         __syncthreads();  // the last stretch's readers of the query and writers of the output are done
         if constexpr (L::BYTES) {
@@ -130,6 +131,7 @@ struct Attend {
             pages<true, true>(from, to);
         }
         if (last) exact_keys();
+        values.restore();
         if constexpr (!L::APART) {
             if (last) exact_rest(to - from);
         }

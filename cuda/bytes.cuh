@@ -22,8 +22,9 @@ struct BytePages {
     static constexpr int D = L::D, ROWS = L::ROWS, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
     using KeyTable = typename L::KeyTable;
     using FastTurn = Turn<K, D, B::FAST>;
-    using KeyWords = LaneWords<K::BITS, L::RUNS, KeyTable>;
-    using ValueWords = LaneWords<V::BITS, L::RUNS, typename L::ValueTable>;
+    using KeyCodes = ByteCodes<(K::BANDED > 0), K, typename L::KeyWords, D>;
+    using ValueCodes = ByteCodes<(V::BANDED > 0), V, typename L::ValueWords, D>;
+    static constexpr int KEY_TILES = KeyCodes::TILES_AT_ONCE;
 
     static constexpr float PROBABILITY = 8388600.f;                    // units of one: two, and what exp2 is off, are less than 2^24
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
@@ -32,8 +33,8 @@ struct BytePages {
 
     const Place<C>& at;
     ByteQuery<C> query;
-    ByteTable<K::BITS> key_codes;
-    ByteTable<V::BITS> value_codes;
+    KeyCodes key_codes;
+    ValueCodes value_codes;
     int sums[STEPS][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
     float maximum[ROWS], sum[ROWS], zeros[ROWS];
 
@@ -44,14 +45,16 @@ struct BytePages {
     __device__ __forceinline__ float* out() const { return reinterpret_cast<float*>(mine() + B::OUT); }
     __device__ __forceinline__ int* value_sums() const { return reinterpret_cast<int*>(mine() + B::VALUE_SUMS); }
     __device__ __forceinline__ int* key_sums() const { return reinterpret_cast<int*>(mine() + B::KEY_SUMS); }
+    __device__ __forceinline__ const unsigned char* key_bands() const { return at.shared + L::KEY_BANDS; }
+    __device__ __forceinline__ const unsigned char* value_bands() const { return at.shared + L::VALUE_BANDS; }
     __device__ __forceinline__ float* plain() const { return reinterpret_cast<float*>(mine() + B::PLAIN); }
 
     // Once a block, then a barrier, then `take_codebooks`.
     __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, tables()); }
     __device__ __forceinline__ void take_codebooks(const float* of_keys, const float* of_values) {
-        KeyTable::fill(at.shared, of_keys);
-        key_codes.load(of_keys, K::UNIT, K::ORIGIN);
-        value_codes.load(of_values, V::UNIT, V::ORIGIN);
+        if constexpr (!K::BANDED) KeyTable::fill(at.shared, of_keys);
+        key_codes.load(of_keys);
+        value_codes.load(of_values);
     }
 
     // Once a head, after a barrier; another one follows.
@@ -85,6 +88,8 @@ struct BytePages {
     __device__ __forceinline__ void run(ByteFeed<C>& feed, Softmax<C>& softmax) {
         if (feed.count <= 0) return;
         query.start(feed.first, tables());
+        key_codes.open(key_bands());
+        value_codes.open(value_bands());
         reset();
 #pragma unroll 1
         for (int i = 0; i < feed.count; ++i) {
@@ -176,42 +181,72 @@ struct BytePages {
             rope.own[s][0] = own.x, rope.own[s][1] = own.y, rope.own[s][2] = own.z, rope.own[s][3] = own.w;
             rope.other[s][0] = other.x, rope.other[s][1] = other.y, rope.other[s][2] = other.z, rope.other[s][3] = other.w;
         }
+        constexpr int N = KEY_TILES;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            KeyWords codes;
-            codes.load(mine() + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
-            float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
+        for (int first = 0; first < TILES; first += N) {
+            typename KeyCodes::template Tiles<N> codes;
+            key_codes.take(codes, mine() + B::KEY_CODES + first * K::TILE_BYTES, key_bands(), at.lane);
+            float turned[N][4];
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) turned[n][e] = fixed[e];
+            }
             turned_products(codes, rope, fast, turned);
-            int of_low[ROWS][4] = {}, of_high[ROWS][4] = {};
+            int of_low[ROWS][N][4] = {}, of_high[ROWS][N][4] = {};
             unrolled<B::SLOW>([&](auto product) {
-                constexpr int I = decltype(product)::value, S = B::FAST + 2 * I;
-                const unsigned a[4] = {key_codes.template row<S, 0>(codes.words), key_codes.template row<S, 1>(codes.words),
-                                       key_codes.template row<S + 1, 0>(codes.words), key_codes.template row<S + 1, 1>(codes.words)};
+                constexpr int I = decltype(product)::value;
+                unsigned a[N][4];
+                if (!key_codes.template rows<B::FAST / 2 + I>(codes, a)) return;
 #pragma unroll
                 for (int row = 0; row < ROWS; ++row) {
-                    mma_unsigned(of_low[row], a, low[row][I][0], low[row][I][1]);
-                    mma_signed(of_high[row], a, high[row][I][0], high[row][I][1]);
+#pragma unroll
+                    for (int n = 0; n < N; ++n) {
+                        mma_unsigned(of_low[row][n], a[n], low[row][I][0], low[row][I][1]);
+                        mma_signed(of_high[row][n], a[n], high[row][I][0], high[row][I][1]);
+                    }
                 }
             });
-            const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                auto number = [&](int e) { return fmaf(static_cast<float>(of_high[row][e] * 256 + of_low[row][e]), unit[row], zero[row][e % 2]); };
-                parts[row][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast[row][tile / 2]));
-                parts[row][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast[row][tile / 2]));
+            for (int n = 0; n < N; ++n) {
+                const int tile = first + n;
+                const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) {
+                    auto number = [&](int e) { return fmaf(static_cast<float>(of_high[row][n][e] * 256 + of_low[row][n][e]), unit[row], zero[row][e % 2]); };
+                    parts[row][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[n][tile % 2] * mine_fast[row][tile / 2]));
+                    parts[row][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[n][2 + tile % 2] * mine_fast[row][tile / 2]));
+                }
             }
         }
     }
 
-    __device__ __forceinline__ void turned_products(const KeyWords& codes, const FastTurn& rope, const uint4& fast, float (&score)[4]) const {
-        const unsigned table = KeyTable::lane_base(at.lane);
-        unsigned a[4];
-        codes.template fragment<0>(table, a);
-        rope.template turn<0>(a);
-        mma(score, a, fast.x, fast.y);
-        codes.template fragment<1>(table, a);
-        rope.template turn<1>(a);
-        mma(score, a, fast.z, fast.w);
+    template <int N>
+    __device__ __forceinline__ void turned_products(const typename KeyCodes::template Tiles<N>& codes, const FastTurn& rope, const uint4& fast, float (&score)[N][4]) const {
+        unsigned a[N][2][4];
+        if constexpr (K::BANDED) {
+            unsigned bytes[N][4];
+            if (!key_codes.template rows<0>(codes, bytes)) return;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                BandCodes::fragment(bytes[n][0], bytes[n][1], a[n][0]);
+                BandCodes::fragment(bytes[n][2], bytes[n][3], a[n][1]);
+            }
+        } else {
+            const unsigned table = KeyTable::lane_base(at.lane);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                codes.words[n].template fragment<0>(table, a[n][0]);
+                codes.words[n].template fragment<1>(table, a[n][1]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            rope.template turn<0>(a[n][0]);
+            mma(score[n], a[n][0], fast.x, fast.y);
+            rope.template turn<1>(a[n][1]);
+            mma(score[n], a[n][1], fast.z, fast.w);
+        }
     }
 
     // Adds up the four lanes of a token; lane 4 r + c gets tokens r and r + 8 of tile c.
@@ -264,10 +299,13 @@ struct BytePages {
         bool over = false;
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-            const int token = TILE * at.c + 8 * u + at.r;
-            scale[u] = fmaxf(__half2float(reinterpret_cast<const __half*>(mine() + B::SCALE)[token]), 5.9604645e-8f);
-            zero[u] = fmaf(scale[u], V::ORIGIN, __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
-            const float size = log2_fast(scale[u]);
+            float size = 0.f;
+            if constexpr (B::SCALED) {
+                const int token = TILE * at.c + 8 * u + at.r;
+                scale[u] = fmaxf(__half2float(reinterpret_cast<const __half*>(mine() + B::SCALE)[token]), 5.9604645e-8f);
+                zero[u] = fmaf(scale[u], V::ORIGIN, __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
+                size = log2_fast(scale[u]);
+            }
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 whole[row][u] = score[row][u] + size;
@@ -279,9 +317,9 @@ struct BytePages {
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
-                const float weight = exp2_fast(whole[row][u] - maximum[row]), p = exp2_fast(score[row][u] - maximum[row]);
+                const float weight = exp2_fast(whole[row][u] - maximum[row]), p = B::SCALED ? exp2_fast(score[row][u] - maximum[row]) : weight;
                 sum[row] += p;
-                zeros[row] = fmaf(p, zero[u], zeros[row]);
+                if constexpr (B::SCALED) zeros[row] = fmaf(p, zero[u], zeros[row]);
                 const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * PROBABILITY));
                 // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code.
                 unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
@@ -315,16 +353,23 @@ struct BytePages {
     __device__ __forceinline__ void add_values() {
         const uint4 p = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[at.lane];
         const unsigned b[TILES] = {p.x, p.y, p.z, p.w};
+        constexpr int N = V::BANDED ? TILES : 2;
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile += 2) {
-            ValueWords first, second;
-            first.load(mine() + B::VALUE_CODES + tile * V::TILE_BYTES, at.lane);
-            second.load(mine() + B::VALUE_CODES + (tile + 1) * V::TILE_BYTES, at.lane);
-            unrolled<STEPS>([&](auto step) {
-                constexpr int S = decltype(step)::value;
-                const unsigned a[4] = {value_codes.template row<S, 0>(first.words), value_codes.template row<S, 1>(first.words),
-                                       value_codes.template row<S, 0>(second.words), value_codes.template row<S, 1>(second.words)};
-                mma_unsigned(sums[S], a, b[tile], b[tile + 1]);
+        for (int first = 0; first < TILES; first += N) {
+            typename ValueCodes::template Tiles<N> codes;
+            value_codes.take(codes, mine() + B::VALUE_CODES + first * V::TILE_BYTES, value_bands(), at.lane);
+            unrolled<STEPS / 2>([&](auto band) {
+                constexpr int I = decltype(band)::value;
+                unsigned bytes[N][4];
+                if (!value_codes.template rows<I>(codes, bytes)) return;
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        const unsigned a[4] = {bytes[n][2 * s], bytes[n][2 * s + 1], bytes[n + 1][2 * s], bytes[n + 1][2 * s + 1]};
+                        mma_unsigned(sums[2 * I + s], a, b[first + n], b[first + n + 1]);
+                    }
+                }
             });
         }
     }
@@ -356,6 +401,9 @@ struct BytePages {
         });
     }
 
+    // Scales and zero points of the values' channels, where those are not the tokens'.
+    __device__ __forceinline__ const float2* channels() const { return reinterpret_cast<const float2*>(at.shared + L::VALUE_SCALE); }
+
     // Whole sums to the output; they begin again. Three columns are the bytes of a row: those of lanes c and c + 1.
     __device__ __forceinline__ void take_sums() {
         const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
@@ -367,7 +415,9 @@ struct BytePages {
             y += __shfl_xor_sync(~0u, y, 1);
             if (at.c % 2 == 0 && at.c / 2 < ROWS) {
                 float2& to = reinterpret_cast<float2*>(out() + at.c / 2 * D)[8 * s + at.r];
-                to = make_float2(fmaf(x, V::UNIT / PROBABILITY, to.x), fmaf(y, V::UNIT / PROBABILITY, to.y));
+                float first_unit = V::UNIT / PROBABILITY, second_unit = first_unit;
+                if constexpr (!B::SCALED) first_unit *= channels()[16 * s + at.r].x, second_unit *= channels()[16 * s + 8 + at.r].x;
+                to = make_float2(fmaf(x, first_unit, to.x), fmaf(y, second_unit, to.y));
             }
         }
         clear_sums();
@@ -385,6 +435,7 @@ struct BytePages {
 
     // The warp's result as the state of `softmax`: column n is row n.
     __device__ __forceinline__ void leave(Softmax<C>& softmax) {
+        float total[2];  // of the lane's columns
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -395,9 +446,11 @@ struct BytePages {
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
+            total[e] = 0.f;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 if (2 * at.c + e != row) continue;
+                total[e] = sum[row];
                 softmax.maximum[0][e] = maximum[row];
                 softmax.sum[0][e] = at.r == 0 ? sum[row] : 0.f;
                 softmax.zeros[0][e] = at.r == 0 ? zeros[row] : 0.f;
@@ -406,7 +459,11 @@ struct BytePages {
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
-                for (int u = 0; u < 2; ++u) softmax.out[s][0][2 * u + e] = row < ROWS ? out()[row * D + 16 * s + 2 * at.r + u] : 0.f;
+                for (int u = 0; u < 2; ++u) {
+                    float x = row < ROWS ? out()[row * D + 16 * s + 2 * at.r + u] : 0.f;
+                    if constexpr (!B::SCALED) x = fmaf(channels()[16 * s + 8 * u + at.r].y, total[e], x);
+                    softmax.out[s][0][2 * u + e] = x;
+                }
             }
         }
     }

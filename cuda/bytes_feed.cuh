@@ -129,11 +129,11 @@ struct ByteFeed {
 
     // Starts the copies of the next page's keys, and of what the probabilities need of its values.
     __device__ __forceinline__ void keys_done() const {
-        static_assert(B::ZERO == B::SCALE + 128, "scales and zero points follow each other");
+        static_assert(!B::SCALED || B::ZERO == B::SCALE + 128, "scales and zero points follow each other");
         __syncwarp();
         codes<B::KEY_BYTES>(to + B::KEY_CODES, keys.codes_of(next.x));
         const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(next.y) : values.codes_of(next.y);
-        if (at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
+        if (B::SCALED && at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
         if constexpr (K::SPARSE) outliers<K>(keys.record_of(next.x), mine + B::DIRECTORIES + (turn ^ DIRECTORIES), to + B::KEY_LIST);
         directories(later, turn);
         copy_commit();
@@ -156,10 +156,11 @@ struct ByteFeed {
     }
 
     template <int BYTES>
-    static __device__ __forceinline__ void codes(unsigned to_piece, const unsigned char* from) {
-        static_assert(BYTES % 512 == 0, "all lanes copy as much");
+    __device__ __forceinline__ void codes(unsigned to_piece, const unsigned char* from) const {
+        static_assert(BYTES % 256 == 0, "half of the lanes copy as much");
 #pragma unroll
         for (int i = 0; i < BYTES / 512; ++i) copy_async<16>(to_piece + 512 * i, from + 512 * i);
+        if (BYTES % 512 && at.lane < 16) copy_async<16>(to_piece + BYTES / 512 * 512, from + BYTES / 512 * 512);
     }
     // A page's list, from the piece in which it begins.
     template <typename S>

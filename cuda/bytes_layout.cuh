@@ -13,10 +13,10 @@ struct Bytes {
     using V = typename Shape::Value;
     template <typename S>
     static constexpr bool plain() {
-        return S::T == 64 && S::BITS >= 2 && S::BITS <= 4 && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER && !S::ROTATE;
+        return S::T == 64 && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER;
     }
-    static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED;
-    static constexpr bool VALUES = plain<V>() && V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D;
+    static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED && !K::ROTATE;
+    static constexpr bool VALUES = plain<V>() && (V::BANDED ? !V::SPARSE : V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D && !V::ROTATE);
     static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
 };
 
@@ -61,8 +61,9 @@ struct ByteLayout {
     // Of a warp: a page of one head,
     static constexpr int KEY_CODES = 0, KEY_BYTES = TILES * K::TILE_BYTES;
     static constexpr int VALUE_CODES = KEY_CODES + KEY_BYTES, VALUE_BYTES = TILES * V::TILE_BYTES;
-    static constexpr int SCALE = VALUE_CODES + VALUE_BYTES, ZERO = SCALE + 2 * T;  // f16 [T]
-    static constexpr int KEY_LIST = ZERO + 2 * T;
+    static constexpr bool SCALED = V::SCALES == Scales::TOKEN;
+    static constexpr int SCALE = VALUE_CODES + VALUE_BYTES, ZERO = SCALE + (SCALED ? 2 * T : 0);  // f16 [T]
+    static constexpr int KEY_LIST = ZERO + (SCALED ? 2 * T : 0);
     static constexpr int VALUE_LIST = KEY_LIST + (K::SPARSE ? ListPlace::BYTES : 0);
     // directories of keys and of values, its own and the next page's: counts u8 [BLOCKS], and two pieces of 16 bytes that begin with
     // where the list begins and where it ends,

@@ -4,6 +4,7 @@
 // where an entry is 8 bytes), so that look-ups never meet in a bank. The order of the numbers is that of artifacts/order.py.
 #pragma once
 
+#include "bands.cuh"
 #include "codes.cuh"
 #include "mma.cuh"
 
@@ -63,9 +64,13 @@ struct TablePlace : Table<BITS> {
 // The words of one lane in RUNS runs, interleaved over the warp as `word_order` says. T: TablePlace.
 template <int BITS, int RUNS, typename T>
 struct LaneWords {
+    using Base = unsigned;
     static constexpr int TABLE = T::AT, COUNT = RUNS * BITS;
     static constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
     unsigned words[COUNT];
+
+    // What `fragment` is given.
+    static __device__ __forceinline__ Base base(const unsigned char*, int lane) { return T::lane_base(lane); }
 
     __device__ __forceinline__ void load(const unsigned char* tile, int lane) {
 #pragma unroll
@@ -115,6 +120,16 @@ struct LaneWords {
             a[3] = pair<4 * S + 3>(base);
         }
     }
+};
+
+// What holds a side's codes of a tile.
+template <bool BANDED, int BITS, int RUNS, typename T>
+struct CodeWords {
+    using Type = LaneWords<BITS, RUNS, T>;
+};
+template <int BITS, int RUNS, typename T>
+struct CodeWords<true, BITS, RUNS, T> {
+    using Type = BandWords;
 };
 
 // Calls f with the constants 0 ... N - 1.

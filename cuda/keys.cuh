@@ -15,6 +15,7 @@ struct Keys {
     static constexpr bool CHANNELS = K::SCALES == Scales::CHANNEL_PAGE || K::SCALES == Scales::CHANNEL_BUNDLE;
     static constexpr int BITS = L::KEY_BITS;
     using Table = typename L::KeyTable;
+    using Words = typename L::KeyWords;
 
     const Place<C>& at;
     Query<C>& query;
@@ -24,6 +25,7 @@ struct Keys {
     static constexpr bool FETCHED = K::SCALES == Scales::CHANNEL_BUNDLE;
     static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
     float fetched_scale[EACH], fetched_zero[EACH];
+    BandTable<D, L::THREADS> bands;
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
 
@@ -34,6 +36,7 @@ struct Keys {
 
     // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
     __device__ __forceinline__ void fetch() {
+        if constexpr (K::BANDED > 0) bands.fetch(at.params.key.bands, at.head);
         if constexpr (FETCHED) {
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
@@ -47,6 +50,7 @@ struct Keys {
 
     // A barrier, `fold` and another barrier follow.
     __device__ __forceinline__ void load() {
+        if constexpr (K::BANDED > 0) bands.put(at.shared + L::KEY_BANDS);
         if constexpr (FETCHED) {
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
@@ -76,7 +80,7 @@ struct Keys {
     // Scores of the tile in `stage` for all columns, of which its phase's count.
     __device__ __forceinline__ void scores(const unsigned char* stage, int turn, float (&score)[NT][4]) {
         fill<L>(score, 0.f);
-        if constexpr (K::BITS > 0 || K::RANK > 0) dense(stage, query.paged(turn), score);
+        if constexpr (L::KEY_CODES || K::RANK > 0) dense(stage, query.paged(turn), score);
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
         if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, L::SKETCH_FACTORS, score);
         if constexpr (K::OUTLIER_SKETCH > 0) {
@@ -116,9 +120,9 @@ struct Keys {
     }
 
     __device__ __forceinline__ void dense(const unsigned char* stage, const unsigned* operand, float (&score)[NT][4]) {
-        LaneWords<BITS, L::RUNS, Table> codes;
-        if constexpr (K::BITS > 0) codes.load(stage, at.lane);
-        const unsigned table = Table::lane_base(at.lane);
+        Words codes;
+        if constexpr (L::KEY_CODES) codes.load(stage, at.lane);
+        const typename Words::Base table = Words::base(at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
         unsigned left[2];
         if constexpr (K::RANK > 0) {
             factors.open(at, query, operand, stage + KeyStage::SEGMENT);
@@ -134,7 +138,7 @@ struct Keys {
         (void)scales, (void)zeros;
         auto keys = [&](auto step, unsigned (&a)[4]) {
             constexpr int S = decltype(step)::value;
-            if constexpr (K::BITS > 0) {
+            if constexpr (L::KEY_CODES) {
                 codes.template fragment<S>(table, a);
                 if constexpr (CHANNELS && !L::CHANNELS_FOLDED && S % 2 == 0) {
                     const int from = (S / 2 * 4 + at.c) * 16;

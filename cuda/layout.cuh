@@ -49,6 +49,8 @@ struct Layout {
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
+    // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
+    static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one.
@@ -66,6 +68,9 @@ struct Layout {
     static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
     using KeyTable = TablePlace<KEY_BITS, 0, TABLES_SHARE ? 256 : Table<KEY_BITS>::COPIES_BYTES>;
     using ValueTable = TablePlace<VALUE_BITS, TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : Table<VALUE_BITS>::COPIES_BYTES>;
+    using KeyWords = typename CodeWords<(K::BANDED > 0), KEY_BITS, RUNS, KeyTable>::Type;
+    using ValueWords = typename CodeWords<(V::BANDED > 0), VALUE_BITS, RUNS, ValueTable>::Type;
+    static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
     static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]
     static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? ROWS * D * 4 : 0);               // f16
@@ -85,10 +90,13 @@ struct Layout {
     static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE && !BYTES ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
     static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
-    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // f16 pairs (scale, zero) [D]
+    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // f32 (scale, zero) [D]
+    static constexpr int KEY_BANDS = VALUE_SCALE + (VALUE_RESTORED ? 8 * D : 0);  // Band [D / 32], also of values
+    static constexpr int VALUE_BANDS = KEY_BANDS + (K::BANDED ? D : 0);
+    static_assert(sizeof(Band) == 32, "32 bytes for 32 channels");
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
-    static constexpr int EXCHANGE = VALUE_SCALE + (V::SCALES == Scales::CHANNEL_BUNDLE ? D * 4 : 0);
+    static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
     static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
     static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
     static constexpr int BYTE_TABLES = CORRECTIONS + (V::SPARSE && !BYTES ? WARPS * Corrections<SHARE>::BYTES : 0);

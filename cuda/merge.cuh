@@ -9,7 +9,7 @@ struct MergeParams {
     const float* partial;  // as AttendParams
     void* out;             // Model, strides below in numbers
     const int* ranges;
-    const float* rotation;  // of values, P [D][D]
+    const float* rotation;  // of values, as in SideParams
     const float* mean;      // of values, [h_kv][D]
     long long out_sequence, out_token, out_head;
     int b, h_kv, g, m;
@@ -75,19 +75,20 @@ struct Merge {
         return x;
     }
 
-    // Pages hold (value - mean) P: times P transposed, plus the mean as often as was added.
+    // Pages hold (value - mean) P: times P inverted, plus the mean as often as was added.
     static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head) {
         if constexpr (V::ROTATE) {
             __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
             const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+            const float* const rotation = params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0);
 #pragma unroll 16
             for (int i = 0; i < 32; ++i) {  // a warp a row of P, so that loads are whole lines
                 const int channel = i * (D / 32) + warp;
                 float y = 0.f;
 #pragma unroll
-                for (int k = 0; k < D / 32; ++k) y += shared[k * 32 + lane] * params.rotation[channel * D + k * 32 + lane];
+                for (int k = 0; k < D / 32; ++k) y += shared[k * 32 + lane] * rotation[channel * D + k * 32 + lane];
 #pragma unroll
                 for (int mask = 16; mask; mask /= 2) y += __shfl_xor_sync(~0u, y, mask);
                 if (lane == 0) shared[D + channel] = y;

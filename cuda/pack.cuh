@@ -8,6 +8,7 @@
 // (runtime/pack.py).
 #pragma once
 
+#include "pack_bands.cuh"
 #include "pack_dense.cuh"
 #include "pack_direct.cuh"
 #include "pack_lists.cuh"
@@ -20,7 +21,7 @@ template <class S, class P>
 struct Packer {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
-    static constexpr bool CODES = S::BITS > 0;
+    static constexpr bool CODES = S::BITS > 0 || S::BANDED > 0;
     // Whole tokens' ranges come out of the search for their outliers, if the slice is still there when they are needed.
     static constexpr bool RANGES_KNOWN = A::SPANS && P::SELECT == Select::TOKEN && A::SLICES_PER_CTA == 1;
 
@@ -117,7 +118,7 @@ struct Packer {
         return sub(x, add(decoded(x, row, head, channel), correction));
     }
     __device__ __forceinline__ float decoded(float x, int row, int head, int channel) const {
-        return dense.decoded(dense.search(), x, row, head, channel);
+        return dense.decoded(x, row, head, channel);
     }
 
     __device__ __forceinline__ void write_residual() {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "codes.cuh"
+#include "pack_bands.cuh"
 #include "pack_page.cuh"
 
 namespace signpost {
@@ -65,6 +66,7 @@ struct Dense {
 
     // Tables that all slices share. A barrier has to follow.
     __device__ __forceinline__ void load_codebook() {
+        if constexpr (S::BANDED > 0) return;  // they belong to heads
         float* nodes = page.template at<float>(L::TREE_AT);
         float* numbers = page.template at<float>(L::VALUES_AT);
         for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) {
@@ -93,6 +95,12 @@ struct Dense {
     __device__ __forceinline__ void load_scales() {
         for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
             factors[i] = make_float2(page.params.inverse[page.first_head * D + i], page.params.zero[page.first_head * D + i]);
+        }
+        if constexpr (S::BANDED > 0) {
+            constexpr int PIECES = D / 32 * static_cast<int>(sizeof(BandTree)) / 16;  // of a head
+            for (int i = threadIdx.x; i < page.heads * PIECES; i += A::THREADS) {
+                page.template at<uint4>(L::BANDS_AT)[i] = page.params.bands[page.first_head * PIECES + i];
+            }
         }
     }
 
@@ -261,11 +269,38 @@ struct Dense {
     static __device__ __forceinline__ float normalized(float x, float2 factor) { return mul(sub(x, factor.y), factor.x); }
 
     // The number that (row, head, channel) decodes to before outliers are corrected.
-    __device__ __forceinline__ float decoded(const Codes& search, float x, int row, int head, int channel) const {
+    __device__ __forceinline__ float decoded(float x, int row, int head, int channel) const {
         const int i = index(row, head, channel);
         const float2 factor = factors[i];
         const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
-        return add(factor.y, mul(scale, values()[search(normalized(x, factor))]));
+        if constexpr (S::BANDED > 0) return add(factor.y, mul(scale, tree(head, band_of(channel)).nearest(normalized(x, factor))));
+        else return add(factor.y, mul(scale, values()[search()(normalized(x, factor))]));
+    }
+
+    // ---- codes of a width by band ----
+
+    static __device__ __forceinline__ int band_of(int channel) { return P::VALUES ? channel / 32 : channel % (D / 2) / 16; }
+    __device__ __forceinline__ const BandTree& tree(int head, int band) const {
+        return page.template at<const BandTree>(L::BANDS_AT)[head * (D / 32) + band];
+    }
+
+    // Codes of numbers FIRST ... of a run, those of one band, which are half words of their own.
+    template <int FIRST, class Look>
+    __device__ __forceinline__ void encode_band(int tile, int lane, int row, int head, int channel, int run, float& nothing, Look look) {
+        using Order = typename A::Order;
+        static_assert(AT_ONCE == BandTree::CODES, "half a run is a lane's share of a band");
+        const float2* first = factors + index(row, head, channel);
+        float x[AT_ONCE], at[AT_ONCE];
+        page.template load_run<FIRST>(x, row, head, channel);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            nothing = fmaf(x[k], 0.0f, nothing);
+            at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
+        }
+        const BandTree& tree = this->tree(head, 2 * run + FIRST / AT_ONCE);
+        unsigned char* to = page.head_page(page.first_head + head) + S::CODES + (A::first_tile(page.slice) + tile) * S::TILE_BYTES;
+        tree.encode(at, reinterpret_cast<unsigned short*>(to) + lane);
+        look(Part<FIRST>(), x, row, head, channel);
     }
 
     // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look: sees the numbers of a run, see
@@ -273,7 +308,6 @@ struct Dense {
     template <class Look>
     __device__ __forceinline__ void encode(Look look) {
         constexpr int LANES = A::Order::LANES, TILES = A::Order::TILES;
-        const Codes search = this->search();
         const int part = A::part(page.slice);
         float nothing = 0.0f;  // NaN once a number was NaN or infinite
         for (int i = threadIdx.x; i < page.heads * TILES * RUNS * LANES; i += A::THREADS) {
@@ -282,10 +316,15 @@ struct Dense {
             const int head = i / LANES / RUNS / TILES, r = lane / 4, c = lane % 4;
             const int first = P::VALUES ? 2 * c : r, row = TOKENS == 8 ? first % 4 : tile * TILE + first;
             const int channel = P::VALUES ? run * 64 + r : run * 32 + 2 * c;
-            unsigned words[WIDE] = {};
-            encode_part<0>(search, words, row, head, channel, run, nothing, look);
-            encode_part<AT_ONCE>(search, words, row, head, channel, run, nothing, look);
-            store(words, A::first_tile(page.slice) + tile, head, lane, run);
+            if constexpr (S::BANDED > 0) {
+                encode_band<0>(tile, lane, row, head, channel, run, nothing, look);
+                encode_band<AT_ONCE>(tile, lane, row, head, channel, run, nothing, look);
+            } else {
+                unsigned words[WIDE] = {};
+                encode_part<0>(search(), words, row, head, channel, run, nothing, look);
+                encode_part<AT_ONCE>(search(), words, row, head, channel, run, nothing, look);
+                store(words, A::first_tile(page.slice) + tile, head, lane, run);
+            }
         }
         if (!(nothing == 0.0f)) page.report(4);
     }

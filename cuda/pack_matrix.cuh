@@ -22,9 +22,9 @@ template <>
 constexpr int MATRIX_PIECES<F16> = 2;
 
 // Where a lane's fragments of so many steps begin; those of a step and piece are 32 places after the last.
-template <typename Piece>
+template <int PIECES>
 __device__ __forceinline__ const uint4* fragments(const uint4* matrix, int steps, int sixteen) {
-    return matrix + sixteen * steps * MATRIX_PIECES<Piece> * 32 + threadIdx.x % 32;
+    return matrix + sixteen * steps * PIECES * 32 + threadIdx.x % 32;
 }
 
 // Two neighbouring floats as their bfloat16 pieces. The last piece is exact.
@@ -39,16 +39,16 @@ __device__ __forceinline__ void split(float x, float y, unsigned (&pieces)[3]) {
 }
 
 // sum[i][t]: products of 16 rows of floats (stride ROW, in shared memory; ROWS of them are there) with columns of the (first + i)-th
-// sixteen: rows r and r + 8, columns 8 t + 2 c and the next. A warp.
-template <int K, int ROW, int ROWS, int SIXTEENS>
+// sixteen: rows r and r + 8, columns 8 t + 2 c and the next. PIECES: bfloat16 pieces of the matrix that there are. A warp.
+template <int K, int ROW, int ROWS, int PIECES = 3, int SIXTEENS>
 __device__ __forceinline__ void multiply_floats(float (&sum)[SIXTEENS][2][4], const float* rows, const uint4* matrix, int first) {
     const int lane = threadIdx.x % 32;
     const float* from = rows + lane / 4 * ROW + lane % 4 * 8;
-    const uint4* table = fragments<BF16>(matrix, K / 16, first);
+    const uint4* table = fragments<PIECES>(matrix, K / 16, first);
 #pragma unroll
     for (int i = 0; i < SIXTEENS * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll 1
-    for (int step = 0; step < K / 16; ++step, table += 3 * 32) {
+    for (int step = 0; step < K / 16; ++step, table += PIECES * 32) {
         unsigned x[3][4] = {};
 #pragma unroll
         for (int upper = 0; upper < (ROWS > 8 ? 2 : 1); ++upper) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ void multiply_floats(float (&sum)[SIXTEENS][2][4], co
 #pragma unroll
         for (int i = 0; i < SIXTEENS; ++i) {
 #pragma unroll
-            for (int piece = 0; piece < 3; ++piece) {
-                const uint4 m = load_table(table + (i * (K / 16) * 3 + piece) * 32);
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const uint4 m = load_table(table + (i * (K / 16) * PIECES + piece) * 32);
 #pragma unroll
                 for (int of_x = 0; of_x + piece < 3; ++of_x) {
                     const uint4 a = make_uint4(x[of_x][0], x[of_x][1], x[of_x][2], x[of_x][3]);

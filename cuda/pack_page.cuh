@@ -48,13 +48,14 @@ struct PackParams {
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
     const float* values;       // of the codes [2^BITS]
+    const uint4* bands;        // BandTree (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle, like zero
     const float* inverse;      // 1 / scale, or 0 where it is 0
     const float* zero;
     const float* lower;        // [H][D] or [1], like upper
     const float* upper;
     const float* mean;         // [H][D]
-    const uint4* rotation;     // P [D][D], as fragments (pack_matrix.cuh)
+    const uint4* rotation;     // P [D][D], as fragments (pack_matrix.cuh); one of each head where each has one
     const float* inv_freq;     // [ROPE_DIM / 2]
     const uint4* sketch;           // S^T [D][SKETCH], as fragments
     const uint4* outlier_sketch;   // [D][OUTLIER_SKETCH]; for Store::REGISTERS of each head, of its outlier channels
@@ -147,7 +148,8 @@ struct PackLayout {
     static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
     static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
-    static constexpr int FACTORS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);
+    static constexpr int BANDS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: of the codes
+    static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * 128 : 0);   // before: BandTree [HEADS][D / 32]
     static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
     static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
@@ -291,6 +293,8 @@ struct Page {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float* raw = at<float>(L::RAW_AT);
         float* to = stored_float() + head * A::TOKENS * A::ROW;
+        constexpr int PIECES = S::ROTATE == 2 ? 1 : 3;  // heads' own matrices are small whole numbers
+        const uint4* matrix = params.rotation + (S::ROTATE == 2 ? (first_head + head) * (A::D / 16 * (A::D / 16) * 32) : 0);
         __syncthreads();
         for (int i = threadIdx.x; i < A::TOKENS * A::D; i += A::THREADS) {
             const int row = i / A::D, channel = i % A::D;
@@ -300,7 +304,7 @@ struct Page {
         for (int i = warp; i < (A::TOKENS + 8) / 16 * CHUNKS; i += A::WARPS) {
             const int first = i / CHUNKS * 16, chunk = i % CHUNKS * SIXTEENS;
             float sum[SIXTEENS][2][4];
-            multiply_floats<A::D, A::ROW, A::TOKENS>(sum, raw + first * A::ROW, params.rotation, chunk);
+            multiply_floats<A::D, A::ROW, A::TOKENS, PIECES>(sum, raw + first * A::ROW, matrix, chunk);
             float* here = to + (first + lane / 4) * A::ROW + chunk * 16 + lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < SIXTEENS * 2; ++k) {

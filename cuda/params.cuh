@@ -11,10 +11,11 @@ struct SideParams {
     const void* sinks;              // Model [b][SINKS][h_kv][D]
     const void* window;             // Model [b][capacity][h_kv][D], token n behind the sinks at n % capacity
     const float* values;            // codebook [2^BITS]
+    const unsigned char* bands;     // Band (bands.cuh) [h_kv][D / 32]
     const float* scale;             // [h_kv][D], also zero, mean
     const float* zero;
     const float* mean;
-    const float* rotation;                // P [D][D]
+    const float* rotation;                // P inverted and transposed, which is P if it is orthogonal: [D][D], or [h_kv][D][D]
     const float* sketch;                  // S [SKETCH][D]
     const float* outlier_sketch;          // [OUTLIER_SKETCH][D]
     const unsigned char* outlier_mask;    // [h_kv][D]

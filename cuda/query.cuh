@@ -80,6 +80,7 @@ struct Query {
         static_assert(CHUNK > 0, "the ring, which is idle, holds a row's parts");
         float* const parts = at.floats(L::RING);  // [SPLIT][CHUNK][D]
         float* const paged = at.floats(L::PAGED_QUERY);
+        const float* const rotation = at.params.key.rotation + (K::ROTATE == 2 ? at.head * (D * D) : 0);
 #pragma unroll 1
         for (int first = 0; first < ROWS; first += CHUNK) {
             for (int mine = threadIdx.x; mine < SPLIT * D; mine += L::THREADS) {
@@ -88,7 +89,7 @@ struct Query {
 #pragma unroll(EACH_PART < 64 ? EACH_PART : 32)
                 for (int of = 0; of < EACH_PART; ++of) {
                     const int k = part * EACH_PART + of;
-                    const float p = k < D ? at.params.key.rotation[k * D + i] : 0.f;
+                    const float p = k < D ? rotation[k * D + i] : 0.f;
 #pragma unroll
                     for (int row = 0; row < CHUNK; ++row) x[row] += q[min(first + row, ROWS - 1) * D + min(k, D - 1)] * p;
                 }

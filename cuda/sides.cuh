@@ -3,6 +3,7 @@
 //
 //   T               tokens per page
 //   BITS            of a code; 0: no dense part. CODES, TILE_BYTES: offset in the head's page, bytes of 16 tokens
+//   BANDED          bits of all bands of a head, whose codes take the place of dense ones; 0: no banded part
 //   SCALES          how codes are scaled; SCALE_TOKENS x SCALE_CHANNELS numbers share a scale; SCALE, ZERO: offsets,
 //                   in the layer's record if SCALE_IN_RECORD, else in the head's page
 //   SPARSE          1: START (u32 [h_kv T / 16 + 1]), COUNT (u8 [h_kv][T D / 256]), INDEX (u8), CORRECTION (f16) in the record
@@ -12,7 +13,7 @@
 //   UNIT, ORIGIN    numbers of the codebook are ORIGIN and a whole number of UNITs, one byte; UNIT 0: they are not, or the model's
 //                   RoPE does not let pages go by bytes (runtime/units.py: fits_bytes)
 //   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
-//   CENTER, ROTATE  1 where pages hold (x - mean) P
+//   CENTER, ROTATE  not 0 where pages hold (x - mean) P; 2: each head has a matrix of its own
 //   SINKS, RECENT   of the window
 //   ROPE_DIM        channels of keys that are stored before RoPE and rotated on reading, 0: none; INTERLEAVED: pairs (2i, 2i+1)
 #pragma once

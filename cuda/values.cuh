@@ -14,10 +14,16 @@ struct Values {
     static constexpr int D = L::D, NT = L::NT, SHARE = L::SHARE;
     static constexpr int BITS = L::VALUE_BITS;
     using Table = typename L::ValueTable;
+    using Words = typename L::ValueWords;
 
     const Place<C>& at;
     Softmax<C>& softmax;
     ValueFactors<C> factors;
+    // Of the head, as those of keys.
+    static constexpr bool FETCHED = V::SCALES == Scales::CHANNEL_BUNDLE;
+    static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
+    float fetched_scale[EACH], fetched_zero[EACH];
+    BandTable<D, L::THREADS> bands;
     // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
     unsigned scaled[NT][2], plain[NT][2];
 
@@ -28,10 +34,26 @@ struct Values {
         if constexpr (V::BITS > 0) Table::fill(at.shared, values);
     }
 
-    // Once a head; a barrier follows.
+    // Once a head, as keys; a barrier follows `load`.
+    __device__ __forceinline__ void fetch() {
+        if constexpr (V::BANDED > 0) bands.fetch(at.params.value.bands, at.head);
+        if constexpr (FETCHED) {
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                const int i = threadIdx.x + k * L::THREADS;
+                if (i < D) fetched_scale[k] = at.params.value.scale[at.head * D + i], fetched_zero[k] = at.params.value.zero[at.head * D + i];
+            }
+        }
+    }
     __device__ __forceinline__ void load() {
-        if constexpr (V::SCALES == Scales::CHANNEL_BUNDLE) {
-            for (int i = threadIdx.x; i < D; i += L::THREADS) at.words(L::VALUE_SCALE)[i] = pack(at.params.value.scale[at.head * D + i], at.params.value.zero[at.head * D + i]);
+        if constexpr (V::BANDED > 0) bands.put(at.shared + L::VALUE_BANDS);
+        if constexpr (FETCHED) {
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                const int i = threadIdx.x + k * L::THREADS;
+                if (i >= D) continue;
+                reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(fetched_scale[k], fetched_zero[k]);
+            }
         }
         factors.reset();
     }
@@ -67,16 +89,16 @@ struct Values {
         unsigned b[NT][2], exact[NT][2];
         softmax.of_phase(scaled, phase, b);
         if constexpr (V::SPARSE && L::VALUE_FOLDED) softmax.of_phase(plain, phase, exact);
-        LaneWords<BITS, L::RUNS, Table> codes;
-        if constexpr (V::BITS > 0) codes.load(stage, at.lane);
-        const unsigned table = Table::lane_base(at.lane);
+        Words codes;
+        if constexpr (L::VALUE_CODES) codes.load(stage, at.lane);
+        const typename Words::Base table = Words::base(at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
         const unsigned corrections = V::SPARSE ? shared_address(at.corrections()) + 16 * at.lane : 0;
         (void)corrections, (void)exact;
         if constexpr (V::RANK > 0) factors.add(at, softmax, stage + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stage + ValueStage::LEFT), b);
         unrolled<SHARE>([&](auto step) {
             constexpr int U = decltype(step)::value;
             unsigned a[4] = {0u, 0u, 0u, 0u};
-            if constexpr (V::BITS > 0) {
+            if constexpr (L::VALUE_CODES) {
                 codes.template fragment<U>(table, a);
                 scale<U>(stage, a);
             }
@@ -91,10 +113,38 @@ struct Values {
         });
     }
 
+    // Scales and zero points from the lane's first channel on.
+    __device__ __forceinline__ const float2* channels() const { return reinterpret_cast<const float2*>(at.shared + L::VALUE_SCALE) + at.part * (16 * SHARE) + at.r; }
+
+    // Scales and zero points of channels, once, when all pages but no exact tokens are in the warp's sums.
+    __device__ __forceinline__ void restore() const {
+        if constexpr (L::VALUE_RESTORED && !L::BYTES) {
+            const float2* channels = this->channels();
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float sum[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    sum[e] = softmax.sum[n][e];
+#pragma unroll
+                    for (int mask = 4; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
+                }
+#pragma unroll
+                for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const float2 channel = channels[16 * u + e / 2 * 8];
+                        softmax.out[u][n][e] = fmaf(softmax.out[u][n][e], L::VALUE_SCALED_LATE ? channel.x : 1.f, channel.y * sum[e % 2]);
+                    }
+                }
+            }
+        }
+    }
+
     // a = scale * a + zero for channels 16 U ..., unless the probabilities are scaled instead.
     template <int U>
     __device__ __forceinline__ void scale(const unsigned char* stage, unsigned (&a)[4]) const {
-        if constexpr (L::VALUE_FOLDED) {
+        if constexpr (L::VALUE_FOLDED || L::VALUE_SCALED_LATE) {
         } else if constexpr (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM) {
             const unsigned char* scales = stage + ValueStage::SCALE + 16 * U / V::SCALE_CHANNELS * (2 * TILE);
             const unsigned char* zeros = stage + ValueStage::ZERO + 16 * U / V::SCALE_CHANNELS * (2 * TILE);
@@ -108,17 +158,15 @@ struct Values {
         } else {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const int channel = 16 * U + 8 * row + at.r;  // of the warp's own
-                __half2 scale, zero;
                 if constexpr (V::SCALES == Scales::CHANNEL_BUNDLE) {
-                    const __half2 both = as_half2(at.words(L::VALUE_SCALE)[at.part * (16 * SHARE) + channel]);
-                    scale = __low2half2(both), zero = __high2half2(both);
+                    const float both = channels()[16 * U + 8 * row].x;
+                    a[row] = mul2(a[row], pack(both, both)), a[row + 2] = mul2(a[row + 2], pack(both, both));
                 } else {
-                    scale = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[channel]);
-                    zero = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[channel]);
+                    const int channel = 16 * U + 8 * row + at.r;  // of the warp's own
+                    const __half2 scale = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[channel]);
+                    const __half2 zero = __half2half2(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[channel]);
+                    a[row] = fma2(a[row], as_bits(scale), as_bits(zero)), a[row + 2] = fma2(a[row + 2], as_bits(scale), as_bits(zero));
                 }
-                a[row] = fma2(a[row], as_bits(scale), as_bits(zero));
-                a[row + 2] = fma2(a[row + 2], as_bits(scale), as_bits(zero));
             }
         }
     }

@@ -16,9 +16,10 @@ from torch import Tensor
 from artifacts import Format, PageGeometry
 from runtime import jit, smooth
 from runtime.pack import check_ids
+from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit, fits_bytes, lacking_parts
+from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit, fits_bytes
 
 HEAD_DIMS = (64, 128, 256)
 _NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -28,8 +29,8 @@ class _Side(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in (
-            "heads", "records", "segments", "table", "sinks", "window", "values", "scale", "zero", "mean", "rotation",
-            "sketch", "outlier_sketch", "outlier_mask",
+            "heads", "records", "segments", "table", "sinks", "window", "values", "bands", "scale", "zero", "mean",
+            "rotation", "sketch", "outlier_sketch", "outlier_mask",
         )
     ] + [("table_stride", ctypes.c_longlong), ("capacity", ctypes.c_longlong)]  # fmt: skip
 
@@ -138,11 +139,15 @@ class PagedAttention:
         return jit.current_stream(device.index)
 
     def _on_device(self, side: PageGeometry, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tables of a side with the codebook among them."""
-        moved = {name: tensor.to(self.device).contiguous() for name, tensor in tables.items()}
+        """Tables of a side as the kernels read them, the codebook among them."""
+        moved = {name: tensor.to(self.device) for name, tensor in tables.items()}
         if side.format.dense:
-            moved["values"] = codebook(side.format.dense, side.shape.d, moved, self.device).float().contiguous()
-        return moved
+            moved["values"] = codebook(side.format.dense, side.shape.d, moved, self.device).float()
+        if side.format.banded:
+            moved |= banded.kernel_tables(moved, side.shape)
+        if side.format.rotate:
+            moved["rotation"] = rotate.inverse_matrix(rotate.prepared(moved)).mT
+        return {name: tensor.contiguous() for name, tensor in moved.items()}
 
     def module(self, rows: int) -> jit.Module:
         """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
@@ -167,9 +172,9 @@ class PagedAttention:
 
         return _Side(
             side.heads.data_ptr(), side.records.data_ptr(), side.segments.data_ptr(), side.table.data_ptr(),
-            side.sinks.data_ptr(), side.window.data_ptr(), pointer("values"), pointer("scale"), pointer("zero"),
-            pointer("mean"), pointer("rotation"), pointer("sketch"), pointer("outlier_sketch"), pointer("outlier_mask"),
-            side.table.stride(0), side.window.shape[1],
+            side.sinks.data_ptr(), side.window.data_ptr(), pointer("values"), pointer("bands"), pointer("scale"),
+            pointer("zero"), pointer("mean"), pointer("rotation"), pointer("sketch"), pointer("outlier_sketch"),
+            pointer("outlier_mask"), side.table.stride(0), side.window.shape[1],
         )  # fmt: skip
 
 
@@ -297,8 +302,6 @@ def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) 
             f"pages of {t} tokens of keys and {value.format.t} of values: the kernels take 16, 32, 64 or 128"
         )
     for name, side in (("key", key), ("value", value)):
-        if lacking := lacking_parts(side):
-            raise jit.KernelError(f'{name}: the kernels cannot read {" and ".join(lacking)} yet; take device="cpu"')
         if side.format.lowrank and side.format.lowrank.rank > 8:
             raise jit.KernelError(f"{name}.lowrank.rank={side.format.lowrank.rank}: the kernels take at most 8")
         dense = side.format.dense

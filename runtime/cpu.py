@@ -17,12 +17,22 @@ from torch import Tensor
 
 from artifacts.codes import RUN
 from artifacts.fields import PageShape
-from artifacts.order import LANES, TILE, band_order, channel_order, code_order, fragment_order, word_order
+from artifacts.order import (
+    LANES,
+    TILE,
+    band_code_order,
+    band_order,
+    channel_order,
+    code_order,
+    fragment_order,
+    word_order,
+)
 from artifacts.parts import Dense
 from artifacts.parts.sparse import BLOCK
 from runtime.codec import PagePool
 from runtime.cpu_sketch import SketchReader
 from runtime.parts import rotate
+from runtime.parts.banded import signposts
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
 
@@ -52,7 +62,8 @@ class Pages(NamedTuple):
                              next stand `outlier_step` further on
     widths                   uint8 [h_kv, bands], bits of each band; empty where all codes are equally wide
     band_values              float32 [h_kv, bands, codes], their codebooks
-    band_places              uint32 [d], channels by band
+    band_lanes, band_places  uint32 [16] and [5, 32], as `lanes` and `places` for the codes of a band of each width
+    band_step                from a band's first number to the next one's
     codes ... band_codes     offsets in bytes from the start of a head's page or of a record; -1: no such field
     factors                  uint8 [segments, h_kv, bytes], what pages of a segment share
     rank                     of the factors; left, segment: offsets as above
@@ -87,7 +98,9 @@ class Pages(NamedTuple):
     outlier_step: int
     widths: NDArray[np.uint8]
     band_values: NDArray[np.float32]
+    band_lanes: NDArray[np.uint32]
     band_places: NDArray[np.uint32]
+    band_step: int
     band_codes: int
 
     @classmethod
@@ -99,6 +112,7 @@ class Pages(NamedTuple):
         from_bundle = banded is not None or (part is not None and part.scales == "bundle")
         values = codebook(part, shape.d, tables, torch.device("cpu")).numpy() if part else _NO_TABLE[0:0].reshape(0)
         words, lanes, places = _places(part, shape) if part else (_NO_PLACES, _NO_PLACES, _NO_PLACES)
+        band_lanes, band_places = _band_places(shape) if banded else (_NO_PLACES, _NO_PLACES.reshape(1, -1))
 
         def offset(name: str) -> int:
             return fields[name].offset if name in fields else -1
@@ -132,8 +146,10 @@ class Pages(NamedTuple):
             outlier_places=fragment_order(TILE, shape.d, shape.side)[:BLOCK].astype(np.uint32),
             outlier_step=8 if shape.side == "key" else 16,
             widths=tables["widths"].numpy() if banded else _NO_WIDTHS,
-            band_values=tables["signposts"].numpy() if banded else _NO_BOOKS,
-            band_places=band_order(shape.d, shape.side).astype(np.uint32),
+            band_values=signposts(tables).numpy() if banded else _NO_BOOKS,
+            band_lanes=band_lanes,
+            band_places=band_places,
+            band_step=RUN // 2 if shape.side == "key" else RUN,
             band_codes=offset("band_codes"),
         )
 
@@ -143,6 +159,17 @@ def _places(part: Dense, shape: PageShape) -> tuple[NDArray[np.uint32], NDArray[
     order = code_order(TILE, shape.d, shape.side, part.bits).reshape(LANES // 2, shape.d)
     words = np.argsort(word_order(shape.d, part.bits))
     return words.astype(np.uint32), order[:, 0].astype(np.uint32), (order[0] - order[0, 0]).astype(np.uint32)
+
+
+def _band_places(shape: PageShape) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """band_lanes and band_places of `Pages`."""
+    channels = band_order(shape.d, shape.side)[:RUN]
+    places = []
+    for bits in range(1, 5):
+        token, place = np.divmod(band_code_order(TILE, shape.side, bits)[0], RUN)
+        places.append(token * shape.d + channels[place])
+    lanes = places[0][:, 0]
+    return lanes.astype(np.uint32), np.stack([places[0][0], *(x[0] for x in places)]).astype(np.uint32)
 
 
 def _scale_places(part: Dense, shape: PageShape) -> NDArray[np.uint32]:
@@ -221,7 +248,8 @@ def _decode(pages: Any, page: int, head: int, tile: Any) -> None:
     if pages.band_codes >= 0:
         widths = pages.widths[head]
         words = pages.heads[page, head, pages.band_codes : pages.band_codes + 4 * t * widths.sum()].view(np.uint32)
-        _look_up_bands(words, widths, pages.band_values[head], pages.band_places, tile)
+        places = pages.band_lanes, pages.band_places, pages.band_step
+        _look_up_bands(words, widths, pages.band_values[head], *places, tile)
         _rescale(tile, pages.scale_table[head], pages.zero_table[head], 1)
     elif pages.codes < 0:
         tile[:] = 0
@@ -287,13 +315,16 @@ def _readers(bits: int) -> tuple[Any, Any]:
                         look_up(last, values, first, to[per_word * 3 :])
 
     @njit(cache=True)
-    def band(words: Any, step: int, values: Any, places: Any, tile: Any) -> None:
-        for j in range(tile.shape[0]):
-            run = words[j * step : j * step + bits]
-            for w in range(bits):
-                look_up(run[w], values, tile[j], places[per_word * w :])
-            if bits == 3:
-                look_up(_last_codes(run[0], run[1], run[2]), values, tile[j], places[per_word * 3 :])
+    def band(words: Any, step: int, values: Any, lanes: Any, places: Any, d: int, t: int, out: Any) -> None:
+        for tile in range(t // TILE):
+            rows = words[tile * step : tile * step + LANES // 2 * bits]
+            for pair in range(LANES // 2):
+                first = out[tile * TILE * d + lanes[pair] :]
+                for w in range(bits):
+                    look_up(rows[w * (LANES // 2) + pair], values, first, places[per_word * w :])
+                if bits == 3:
+                    last = _last_codes(rows[pair], rows[LANES // 2 + pair], rows[LANES + pair])
+                    look_up(last, values, first, places[per_word * 3 :])
 
     return tiles, band
 
@@ -328,24 +359,34 @@ def _look_up(words: Any, bits: int, values: Any, at: Any, lanes: Any, places: An
 
 
 @njit(cache=True)
-def _look_up_bands(words: Any, widths: Any, values: Any, channels: Any, tile: Any) -> None:
-    """tile [t, d] = values[band, codes]; words: token after token, the runs of a token's bands one after the other."""
-    at, step = 0, words.size // tile.shape[0]
+def _look_up_bands(words: Any, widths: Any, values: Any, lanes: Any, places: Any, band_step: int, tile: Any) -> None:
+    """tile [t, d] = values[band, codes]; words: of a tile after the other, in each band after band."""
+    t, d = tile.shape
+    step, at, flat = words.size * TILE // t, 0, tile.reshape(-1)
     for band in range(widths.size):
-        places, book, bits = channels[band * RUN : (band + 1) * RUN], values[band], widths[band]
+        of_band, out, book, bits = words[at:], flat[band * band_step :], values[band], widths[band]
+        to = places[bits]
         if bits == 0:
-            for j in range(tile.shape[0]):
-                for i in range(RUN):
-                    tile[j, places[i]] = book[0]
+            _same(book[0], lanes, to, d, t, out)
         elif bits == 1:
-            _band1(words[at:], step, book, places, tile)
+            _band1(of_band, step, book, lanes, to, d, t, out)
         elif bits == 2:
-            _band2(words[at:], step, book, places, tile)
+            _band2(of_band, step, book, lanes, to, d, t, out)
         elif bits == 3:
-            _band3(words[at:], step, book, places, tile)
+            _band3(of_band, step, book, lanes, to, d, t, out)
         else:
-            _band4(words[at:], step, book, places, tile)
-        at += bits
+            _band4(of_band, step, book, lanes, to, d, t, out)
+        at += LANES // 2 * bits
+
+
+@njit(cache=True)
+def _same(value: float, lanes: Any, places: Any, d: int, t: int, out: Any) -> None:
+    """All numbers of a band."""
+    for tile in range(t // TILE):
+        for pair in range(lanes.size):
+            first = out[tile * TILE * d + lanes[pair] :]
+            for i in range(places.size):
+                first[places[i]] = value
 
 
 @njit(cache=True)

@@ -37,7 +37,7 @@ from runtime.pack_units import (
     sketch_plan,
     sketch_unit,
 )
-from runtime.parts import dense, lowrank
+from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
 NO_PROMPT = (1 << 31) - 1
@@ -333,7 +333,11 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
         found["inverse"] = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)
     if rotation is not None:
         found["inv_freq"] = rotation.inv_freq.float()
-    if fmt.rotate:
+    if fmt.banded:
+        found["bands"] = banded.pack_tables(tables)
+    if fmt.rotate and tables["rotation"].dim() == 3:  # whole numbers of eight bits: one piece
+        found["rotation"] = torch.stack([fragments(matrix, piece, count=1) for matrix in tables["rotation"]])
+    elif fmt.rotate:
         first = direct and codec.geometry.shape.side == "value"
         found["rotation"] = fragments(tables["rotation"], piece, MATRIX_SCALE, first_operand=first)
     if fmt.sketch:
@@ -370,12 +374,14 @@ def fragments(
     scale: float | None = None,
     order: Tensor | None = None,
     first_operand: bool = False,
+    count: int | None = None,
 ) -> Tensor:
     """A matrix [k, n] as `cuda/pack_matrix.cuh` reads it: int16 [n / 16, k / 16, pieces, 32 lanes, 8].
 
     piece: of which dtype its pieces are, float16 (two, times `scale`, by default a power of two near 512 over the
     largest number) or bfloat16 (three). order: int64 [k], the row that each place of the steps multiplies; by default
-    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction.
+    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction. count: of pieces,
+    if fewer are enough.
     """
     k, n = matrix.shape
     if order is None:
@@ -385,7 +391,7 @@ def fragments(
     if piece == torch.float16:
         rest = rest * (scale if scale is not None else 2.0 ** (9 - ceil(log2(max(float(rest.abs().max()), 2**-100)))))
     pieces = []
-    for _ in range(2 if piece == torch.float16 else 3):
+    for _ in range(count or (2 if piece == torch.float16 else 3)):
         pieces.append(rest.to(piece))
         rest = rest - pieces[-1].float()
     # [pieces, steps, lanes of a row, halves of 8 channels, 2, sixteens, halves of 8 columns, columns]

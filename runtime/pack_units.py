@@ -11,15 +11,17 @@ import torch
 
 from artifacts import Bundle, PageGeometry, Rope
 from artifacts.order import TILE
+from artifacts.parts.banded import BAND
 from artifacts.parts.sparse import BLOCK
 from runtime.jit import KernelError, Unit
-from runtime.units import lacking_parts, side_struct
+from runtime.units import side_struct
 
 INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
+BAND_TREE = 128  # bytes: `BandTree` of cuda/pack_bands.cuh
 LAYERS_AT_ONCE = 64  # of a launch: a kernel's parameters have 32764 bytes
 
 
@@ -38,6 +40,7 @@ _POINTERS = (
         "records",
         "edges",
         "values",
+        "bands",
         "scale",
         "inverse",
         "zero",
@@ -132,6 +135,8 @@ class _Cut:
     @property
     def scales(self) -> int:
         part = self.geometry.format.dense
+        if self.geometry.format.banded:
+            return self.heads * self.geometry.shape.d
         if part is None:
             return 0
         if part.spans_heads:
@@ -149,6 +154,7 @@ class _Cut:
         size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
         size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
+        size += self.heads * d // BAND * BAND_TREE if fmt.banded else 0
         size += _align(8 * self.scales)
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
         size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
@@ -178,8 +184,6 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         raise KernelError(f"head dimension {shape.d}: pack kernels exist for {HEAD_DIMS}, or use the torch codec")
     if fmt.domain == "pre_rope" and rope is None:
         raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
-    if lacking := lacking_parts(geometry):
-        raise KernelError(f"the pack kernel cannot write {' and '.join(lacking)} yet: use the torch codec")
     if is_direct(geometry, dtype):
         return _direct_plan(geometry, dtype)
     select, part = select_kind(geometry), fmt.dense

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from artifacts import Bundle, Dense, PageGeometry, Rope
+from artifacts import Bundle, Format, PageGeometry, Rope
 from artifacts.bundle import SIDES
 from artifacts.codes import RUN
 from artifacts.errors import UnsupportedModelError
 from artifacts.order import TILE
 from runtime.jit import Unit
+from runtime.parts import banded
 from runtime.parts.dense import codebook, signpost_steps
 from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
@@ -26,6 +27,8 @@ WRITE_THREADS = 512
 def scale_kind(geometry: PageGeometry) -> str:
     """Which of `sides.cuh`'s kinds of scales the dense part has."""
     part = geometry.format.dense
+    if geometry.format.banded:
+        return "CHANNEL_BUNDLE"
     if part is None:
         return "NONE"
     if part.normalize == "norm":
@@ -39,6 +42,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
     """C++ struct of one side's constants, as `cuda/sides.cuh` describes them. rope: of keys stored before RoPE."""
     fmt, shape = geometry.format, geometry.shape
     dense, sparse, sketch = fmt.dense, fmt.sparse, fmt.sketch
+    words = fmt.banded.words(shape) if fmt.banded else 0
     rows, _, columns = dense.scale_shape(shape) if dense else (1, 1, 1)
 
     def offset(field: str) -> int:
@@ -51,8 +55,9 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
     numbers = {
         "T": fmt.t,
         "BITS": dense.bits if dense else 0,
-        "CODES": offset("codes"),
-        "TILE_BYTES": shape.d * TILE // RUN * dense.bits * 4 if dense else 0,
+        "BANDED": words,
+        "CODES": offset("band_codes" if words else "codes"),
+        "TILE_BYTES": shape.d * TILE // RUN * dense.bits * 4 if dense else TILE * 4 * words,
         "SCALE_TOKENS": shape.t // rows,  # tokens that share a scale
         "SCALE_CHANNELS": shape.d // columns if dense and not dense.spans_heads else shape.d,
         "SCALE": offset("scale"),
@@ -77,13 +82,13 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
         "RECORD_BYTES": geometry.record_bytes,
         "SEGMENT_BYTES": geometry.segment_bytes,
         "CENTER": int(fmt.center is not None),
-        "ROTATE": int(fmt.rotate is not None),
+        "ROTATE": 0 if fmt.rotate is None else 2 if fmt.rotate.kind == "learned" else 1,
         "SINKS": fmt.window.sinks,
         "RECENT": fmt.window.recent,
         "ROPE_DIM": rope.dim if rope and rotated else 0,
         "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
     }
-    unit, origin = byte_grid(dense) if by_bytes else (0.0, 0.0)
+    unit, origin = byte_grid(fmt) if by_bytes else (0.0, 0.0)
     lines = [f"    static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines.append(f"    static constexpr signpost::Scales SCALES = signpost::Scales::{scale_kind(geometry)};")
     lines.append(f"    static constexpr float UNIT = {unit!r}f, ORIGIN = {origin!r}f;")
@@ -91,9 +96,12 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
     return "\n".join([f"struct {name} {{", *lines, "};"])
 
 
-def byte_grid(part: Dense | None) -> tuple[float, float]:
+def byte_grid(fmt: Format) -> tuple[float, float]:
     """(unit, origin) where all numbers of the codebook are the origin and whole units, -127 to 127 of them (with four
     bits 0 to 127), whatever the bundle holds; else (0, 0)."""
+    part = fmt.dense
+    if fmt.banded:
+        return 1 / banded.UNITS, 0.0
     if part is None or part.bits > 4:
         return 0.0, 0.0
     if part.codebook == "uniform":
@@ -155,20 +163,12 @@ def require_kernels(bundle: Bundle) -> None:
         f"attention logits capped at softcap={model.softcap}": model.softcap is not None,
         f"sliding windows of {max(model.sliding, default=0)} tokens": any(model.sliding),
         "layers in full precision": None in bundle.layers,
-        **{what: True for side in bundle.geometry.sides for what in lacking_parts(side)},
     }
     if found := [what for what, is_there in lacking.items() if is_there]:
         raise UnsupportedModelError(
             f"{model.name}: the kernels for CUDA devices cannot do {' and '.join(found)} yet: decode on the CPU "
             "(device=cpu), or without a compressed cache"
         )
-
-
-def lacking_parts(side: PageGeometry) -> list[str]:
-    """What a format has that the kernels for CUDA devices cannot read."""
-    fmt = side.format
-    learned = fmt.rotate is not None and fmt.rotate.kind == "learned"
-    return ["codes of banded widths"] * (fmt.banded is not None) + ["learned rotations"] * learned
 
 
 def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:

@@ -163,8 +163,62 @@ def _case(index: int, rows: list[dict[str, Any]]) -> Case:
     return Case(name, _format(row), value, row["h_kv"] * row["g"], row["h_kv"], row["d"], rope)
 
 
+def _banded(g: int, h_kv: int, d: int, key: Format, value: Format, rope: Rope | None = None) -> Case:
+    """Codes of a width by band of channels."""
+
+    def said(fmt: Format) -> str:
+        bits = f"{fmt.banded.bits:g}" if fmt.banded else f"{fmt.dense.bits}bit" if fmt.dense else ""
+        return "-".join([bits, *(name for name in fmt.parts if name not in ("dense", "banded")), *fmt.transforms])
+
+    name = f"banded-{said(key)}-{said(value)}-t{key.t}-d{d}-{h_kv}x{g}"
+    return Case(name, key, value, h_kv * g, h_kv, d, rope or Rope(d, "half", 1.0, "default"))
+
+
+def _banded_cases() -> list[Case]:
+    one, learned, before = Window(1), Rotate("learned"), "pre_rope"
+    nuq = Format(64, Dense(4, "token", codebook="nuq"), window=one)
+    outliers = Format(64, Dense(2, "token"), SPARSE["token"], one)
+    mixed = Sparse(0.02, "channel", "bundle")
+    return [
+        _banded(
+            1, 2, 128,
+            Format(64, banded=Banded(2.25), window=one, domain=before),
+            Format(64, banded=Banded(1.5), window=one, rotate=learned),
+        ),
+        _banded(2, 2, 128, Format(64, banded=Banded(3.5), window=one, domain=before), nuq),
+        _banded(
+            4, 2, 128,
+            Format(64, banded=Banded(2.0), window=one, domain=before),
+            Format(64, banded=Banded(3.0), window=one, rotate=learned),
+        ),
+        _banded(
+            7, 3, 64,
+            Format(32, banded=Banded(2.5), window=one, domain=before),
+            Format(32, banded=Banded(1.5, 3), window=Window(1, 5), rotate=learned),
+            Rope(64, "interleaved", 1.0, "default"),
+        ),
+        _banded(
+            2, 1, 256,
+            Format(32, banded=Banded(1.125), domain=before),
+            Format(32, banded=Banded(2.125, 4), rotate=learned),
+        ),
+        _banded(1, 2, 128, Format(64, banded=Banded(2.75), sparse=mixed, window=one, domain=before), outliers),
+        _banded(
+            2, 4, 128,
+            Format(32, banded=Banded(1.5), sparse=SPARSE["token"], rotate=learned),
+            Format(32, banded=Banded(3.25), sparse=SPARSE["token"]),
+        ),
+        _banded(
+            8, 2, 64,
+            Format(64, banded=Banded(0.5, 1), sketch=Sketch(64), center=Center(), rotate=Rotate("hadamard")),
+            Format(64, banded=Banded(4.0), center=Center(), rotate=Rotate("haar")),
+            Rope(32, "half", 1.125, "default"),
+        ),
+    ]  # fmt: skip
+
+
 _ROWS = all_pairs(AXES, contradicts)
-CASES = [_case(index, _ROWS) for index in range(len(_ROWS))]
+CASES = [_case(index, _ROWS) for index in range(len(_ROWS))] + _banded_cases()
 # For tests of one side alone: name, format, kv heads, head dimension, keys or values.
 SIDES = [(f"{case.name}.{side}", fmt, case.h_kv, case.d, side) for case in CASES for side, fmt in case.sides()]
 DENSE_SIDES = [side for side in SIDES if side[1].dense]

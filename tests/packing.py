@@ -24,7 +24,9 @@ def exact_tensors(fmt: Format, h_kv: int, d: int, seed: int = 0) -> dict[str, np
     rng = np.random.default_rng(seed)
     tensors = dict(random_tensors(fmt, h_kv, d, seed))
     if fmt.rotate:
-        tensors["rotation"] = (np.eye(d)[rng.permutation(d)] * rng.choice([-1, 1], d)).astype(np.float32)
+        matrices = [np.eye(d)[rng.permutation(d)] * rng.choice([-1, 1], d) for _ in range(h_kv)]
+        learned = fmt.rotate.kind == "learned"
+        tensors["rotation"] = np.stack(matrices).astype(np.int8) if learned else matrices[0].astype(np.float32)
     if fmt.center:
         tensors["mean"] = on_grid(tensors["mean"])
     for name in ("sketch", "outlier_sketch"):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from artifacts.codes import RUN
 from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
+from artifacts.order import TILE
 
 BAND = RUN  # channels of a band: the codes of one token in it are one run
 
@@ -49,6 +50,10 @@ class Banded:
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where the part does not fit a page of this shape."""
+        if shape.t % TILE:
+            raise FormatError(
+                f"pages of t={shape.t} tokens are not stored in tiles of {TILE}: take a multiple of {TILE}"
+            )
         if shape.d % BAND:
             raise FormatError(f"head dimension {shape.d} is not a multiple of {BAND}, the channels of a band")
         if self.words(shape) != self.bits * (bands := self.bands(shape)):
@@ -58,12 +63,12 @@ class Banded:
             )
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
-        """band_codes: per head, token after token, the runs of its bands one after the other."""
-        return (Field("band_codes", "uint32", (shape.t, self.words(shape)), "head"),)
+        """band_codes: per head, tile after tile, 16 words for each bit of its bands' widths (`artifacts.order`)."""
+        return (Field("band_codes", "uint32", (shape.t // TILE, TILE * self.words(shape)), "head"),)
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """scale, zero: of channels; widths: bits of each band; signposts: values of a band's codes, ascending, of which
-        it has 2^width, and the last one again behind them."""
+        it has 2^width, and the last one again behind them; rounded where codes are written and read (`runtime.parts.banded`)."""
         bands = (shape.h_kv, self.bands(shape))
         return {
             "scale": TensorSpec("float32", (shape.h_kv, shape.d)),
@@ -73,8 +78,10 @@ class Banded:
         }
 
     def check_tensors(self, shape: PageShape, tensors: Mapping[str, NDArray[np.generic]]) -> None:
-        """Raises FormatError for widths that no page of this shape has: readers rely on them."""
+        """Raises FormatError for widths and signposts that no page of this shape has: readers rely on them."""
         widths = tensors["widths"]
+        if not np.abs(tensors["signposts"]).max() <= 1:
+            raise FormatError("signposts of bands lie outside [-1, 1], to which numbers are normalized")
         if widths.max() > self.most:
             raise FormatError(f"widths holds {int(widths.max())}: banded.most={self.most} allows no wider band")
         if (wrong := widths.sum(1, dtype=np.int64) != self.words(shape)).any():

@@ -12,7 +12,7 @@ def prepared(tables: dict[str, Tensor]) -> dict[str, Tensor]:
     Inverses are found in float64. Raises FormatError for a matrix that has none.
     """
     matrix = tables["rotation"]
-    if matrix.dim() == 2:
+    if matrix.dim() == 2 or "unrotation" in tables:
         return tables
     inverse, info = torch.linalg.inv_ex(matrix.double())
     if info.any() or not torch.isfinite(inverse).all():

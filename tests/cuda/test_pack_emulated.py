@@ -95,7 +95,7 @@ class Emulated:
 
 
 # What the kernel packs of formats with factors.
-PACKED = ("codes", "scale", "zero", "start", "count", "index", "correction")
+PACKED = ("codes", "band_codes", "scale", "zero", "start", "count", "index", "correction")
 
 
 def loose(geometry: PageGeometry) -> list[str]:
