@@ -22,7 +22,7 @@ struct Band {
 struct BandCodes {
     static constexpr int ROW = 64;  // bytes of a bit of all lanes
 
-    // a[n]: the numbers of a tile whose band's first half word of this lane is at `from` + n STRIDE. book: 16 bytes.
+    // a[n]: the numbers of a tile whose band's first half word of this lane is at `from` + n STRIDE. width: not 0. book: 16 bytes.
     template <int N, int STRIDE>
     static __device__ __forceinline__ void load(unsigned width, const unsigned char* from, const uint4* book, unsigned (&a)[N][4]) {
         if (width == 2) {
@@ -53,7 +53,7 @@ struct BandCodes {
                 }
                 a[n][3] = permute(bytes.x, bytes.y, Codes<3>::wide(x, 3));
             }
-        } else if (width == 4) {
+        } else {
             const uint4 bytes = *book;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -62,12 +62,6 @@ struct BandCodes {
                     const unsigned x = half_word(from + n * STRIDE + g * ROW);
                     a[n][g] = permute(bytes.x, bytes.y, x) | permute(bytes.z, bytes.w, x ^ 0x8888u);
                 }
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-#pragma unroll
-                for (int g = 0; g < 4; ++g) a[n][g] = 0u;
             }
         }
     }
@@ -98,8 +92,8 @@ struct BandWords {
     __device__ __forceinline__ void fragment(Base bands, unsigned (&a)[4]) {
         if constexpr (S % 2 == 0) {
             const Band& band = bands[S / 2];
-            unsigned found[1][4];
-            BandCodes::load<1, 0>(band.width, from + band.start * BandCodes::ROW, &band.book, found);
+            unsigned found[1][4] = {};
+            if (band.width) BandCodes::load<1, 0>(band.width, from + band.start * BandCodes::ROW, &band.book, found);
 #pragma unroll
             for (int g = 0; g < 4; ++g) bytes[g] = found[0][g];
         }

@@ -22,9 +22,8 @@ struct BytePages {
     static constexpr int D = L::D, ROWS = L::ROWS, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
     using KeyTable = typename L::KeyTable;
     using FastTurn = Turn<K, D, B::FAST>;
-    using KeyCodes = ByteCodes<(K::BANDED > 0), K, typename L::KeyWords, D>;
-    using ValueCodes = ByteCodes<(V::BANDED > 0), V, typename L::ValueWords, D>;
-    static constexpr int KEY_TILES = KeyCodes::TILES_AT_ONCE;
+    using KeyWords = typename L::KeyWords;
+    using ValueWords = typename L::ValueWords;
 
     static constexpr float PROBABILITY = 8388600.f;                    // units of one: two, and what exp2 is off, are less than 2^24
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
@@ -33,8 +32,8 @@ struct BytePages {
 
     const Place<C>& at;
     ByteQuery<C> query;
-    KeyCodes key_codes;
-    ValueCodes value_codes;
+    ByteCodes<K, D> key_codes;
+    ByteCodes<V, D> value_codes;
     int sums[STEPS][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
     float maximum[ROWS], sum[ROWS], zeros[ROWS];
 
@@ -158,22 +157,66 @@ struct BytePages {
 
     // What a lane has of the scores: tokens r and r + 8 of every tile, columns 2c and 2c + 1.
     __device__ __forceinline__ void key_products(float (&parts)[ROWS][TILES][2]) {
+        if constexpr (K::BANDED > 0) band_products(parts);
+        else tile_products(parts);
+    }
+
+    // Of one width: tile after tile.
+    __device__ __forceinline__ void tile_products(float (&parts)[ROWS][TILES][2]) {
         unsigned low[ROWS][B::SLOW][2], high[ROWS][B::SLOW][2];
-        float zero[ROWS][2], unit[ROWS], mine_fast[ROWS][2];
+        float zero[ROWS][2], unit[ROWS];
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             query.operands(tables(), row, low[row], high[row], zero[row]);
             unit[row] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
-            mine_fast[row][0] = at.c == 2 * row ? 1.f : 0.f, mine_fast[row][1] = at.c == 2 * row + 1 ? 1.f : 0.f;
         }
         const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[at.lane];
-        float fixed[4] = {0.f, 0.f, 0.f, 0.f};  // of the zero points of the fastest pairs; column tile + 4 row is that of a tile
-        const uint4* zero_keys = reinterpret_cast<const uint4*>(tables() + B::ZERO_KEYS) + at.lane;
-        const uint4 first_zero = zero_keys[0], second_zero = zero_keys[32];
-        const unsigned zero_operands[2][4] = {{first_zero.x, first_zero.y, first_zero.z, first_zero.w}, {second_zero.x, second_zero.y, second_zero.z, second_zero.w}};
-        mma(fixed, zero_operands[0], fast.x, fast.y);
-        mma(fixed, zero_operands[1], fast.z, fast.w);
+        float fixed[4];
+        fast_zeros(fast, fixed);
         FastTurn rope;
+        load_turns(rope);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            KeyWords codes;
+            codes.load(mine() + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
+            float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
+            turned_products(codes, rope, fast, turned);
+            int of_low[ROWS][4] = {}, of_high[ROWS][4] = {};
+            unrolled<B::SLOW>([&](auto product) {
+                constexpr int I = decltype(product)::value, S = B::FAST + 2 * I;
+                const unsigned a[4] = {key_codes.template row<S, 0>(codes.words), key_codes.template row<S, 1>(codes.words),
+                                       key_codes.template row<S + 1, 0>(codes.words), key_codes.template row<S + 1, 1>(codes.words)};
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) {
+                    mma_unsigned(of_low[row], a, low[row][I][0], low[row][I][1]);
+                    mma_signed(of_high[row], a, high[row][I][0], high[row][I][1]);
+                }
+            });
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) join(row, tile, of_low[row], of_high[row], turned, unit[row], zero[row], parts[row][tile]);
+        }
+    }
+
+    // A row's part of a tile's scores: what functions of the token weigh, and what the fastest pairs gave, whose column tile + 4 row is.
+    __device__ __forceinline__ void join(int row, int tile, const int (&low)[4], const int (&high)[4], const float (&turned)[4], float unit, const float (&zero)[2], float (&part)[2]) const {
+        const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
+        const float mine_fast = at.c == 2 * row + tile / 2 ? 1.f : 0.f;
+        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), unit, zero[e % 2]); };
+        part[0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast));
+        part[1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast));
+    }
+
+    // Scores of the zero points of the fastest pairs; column tile + 4 row is that of a tile.
+    __device__ __forceinline__ void fast_zeros(const uint4& fast, float (&fixed)[4]) const {
+        const uint4* zero_keys = reinterpret_cast<const uint4*>(tables() + B::ZERO_KEYS) + at.lane;
+        const uint4 first = zero_keys[0], second = zero_keys[32];
+        const unsigned operands[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) fixed[e] = 0.f;
+        mma(fixed, operands[0], fast.x, fast.y);
+        mma(fixed, operands[1], fast.z, fast.w);
+    }
+    __device__ __forceinline__ void load_turns(FastTurn& rope) const {
         const uint4* turns = reinterpret_cast<const uint4*>(tables() + B::TURNS) + at.lane;
 #pragma unroll
         for (int s = 0; s < B::FAST; ++s) {
@@ -181,72 +224,77 @@ struct BytePages {
             rope.own[s][0] = own.x, rope.own[s][1] = own.y, rope.own[s][2] = own.z, rope.own[s][3] = own.w;
             rope.other[s][0] = other.x, rope.other[s][1] = other.y, rope.other[s][2] = other.z, rope.other[s][3] = other.w;
         }
-        constexpr int N = KEY_TILES;
-#pragma unroll
-        for (int first = 0; first < TILES; first += N) {
-            typename KeyCodes::template Tiles<N> codes;
-            key_codes.take(codes, mine() + B::KEY_CODES + first * K::TILE_BYTES, key_bands(), at.lane);
-            float turned[N][4];
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) turned[n][e] = fixed[e];
-            }
-            turned_products(codes, rope, fast, turned);
-            int of_low[ROWS][N][4] = {}, of_high[ROWS][N][4] = {};
-            unrolled<B::SLOW>([&](auto product) {
-                constexpr int I = decltype(product)::value;
-                unsigned a[N][4];
-                if (!key_codes.template rows<B::FAST / 2 + I>(codes, a)) return;
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-#pragma unroll
-                    for (int n = 0; n < N; ++n) {
-                        mma_unsigned(of_low[row][n], a[n], low[row][I][0], low[row][I][1]);
-                        mma_signed(of_high[row][n], a[n], high[row][I][0], high[row][I][1]);
-                    }
-                }
-            });
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int tile = first + n;
-                const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    auto number = [&](int e) { return fmaf(static_cast<float>(of_high[row][n][e] * 256 + of_low[row][n][e]), unit[row], zero[row][e % 2]); };
-                    parts[row][tile][0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[n][tile % 2] * mine_fast[row][tile / 2]));
-                    parts[row][tile][1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[n][2 + tile % 2] * mine_fast[row][tile / 2]));
-                }
-            }
-        }
     }
 
-    template <int N>
-    __device__ __forceinline__ void turned_products(const typename KeyCodes::template Tiles<N>& codes, const FastTurn& rope, const uint4& fast, float (&score)[N][4]) const {
-        unsigned a[N][2][4];
-        if constexpr (K::BANDED) {
-            unsigned bytes[N][4];
-            if (!key_codes.template rows<0>(codes, bytes)) return;
+    // Where the width depends on the band: band after band, all tiles at once, so that there is one copy of the code for each width and
+    // few branches. The first band is that of the fastest pairs.
+    __device__ __forceinline__ void band_products(float (&parts)[ROWS][TILES][2]) {
+        static_assert(B::FAST == 2, "a band");
+        float zero[ROWS][2], unit[ROWS];
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                BandCodes::fragment(bytes[n][0], bytes[n][1], a[n][0]);
-                BandCodes::fragment(bytes[n][2], bytes[n][3], a[n][1]);
-            }
-        } else {
-            const unsigned table = KeyTable::lane_base(at.lane);
+        for (int row = 0; row < ROWS; ++row) {
+            unsigned low[B::SLOW][2], high[B::SLOW][2];
+            query.operands(tables(), row, low, high, zero[row]);
+            unit[row] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                codes.words[n].template fragment<0>(table, a[n][0]);
-                codes.words[n].template fragment<1>(table, a[n][1]);
+            for (int i = 0; i < B::SLOW; ++i) band_operands(row, i) = make_uint4(low[i][0], low[i][1], high[i][0], high[i][1]);
+        }
+        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[at.lane];
+        float turned[TILES][4];
+        fast_zeros(fast, turned[0]);
+        int of_low[ROWS][TILES][4] = {}, of_high[ROWS][TILES][4] = {};
+#pragma unroll
+        for (int tile = 1; tile < TILES; ++tile) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) turned[tile][e] = turned[0][e];
+        }
+#pragma unroll 1
+        for (int band = 0; band <= B::SLOW; ++band) {
+            unsigned a[TILES][4];
+            if (!key_codes.template rows<K::TILE_BYTES>(band, mine() + B::KEY_CODES + 2 * at.lane, key_bands(), a)) continue;
+            if (band == 0) {
+                FastTurn rope;
+                load_turns(rope);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    unsigned x[4];
+                    BandCodes::fragment(a[tile][0], a[tile][1], x);
+                    rope.template turn<0>(x);
+                    mma(turned[tile], x, fast.x, fast.y);
+                    BandCodes::fragment(a[tile][2], a[tile][3], x);
+                    rope.template turn<1>(x);
+                    mma(turned[tile], x, fast.z, fast.w);
+                }
+            } else {
+#pragma unroll
+                for (int row = 0; row < ROWS; ++row) {
+                    const uint4 b = band_operands(row, band - 1);
+#pragma unroll
+                    for (int tile = 0; tile < TILES; ++tile) {
+                        mma_unsigned(of_low[row][tile], a[tile], b.x, b.y);
+                        mma_signed(of_high[row][tile], a[tile], b.z, b.w);
+                    }
+                }
             }
         }
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            rope.template turn<0>(a[n][0]);
-            mma(score[n], a[n][0], fast.x, fast.y);
-            rope.template turn<1>(a[n][1]);
-            mma(score[n], a[n][1], fast.z, fast.w);
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) join(row, tile, of_low[row][tile], of_high[row][tile], turned[tile], unit[row], zero[row], parts[row][tile]);
         }
+    }
+    // The lane's operands of a product: nobody else's.
+    __device__ __forceinline__ uint4& band_operands(int row, int product) const { return reinterpret_cast<uint4*>(mine() + B::BAND_OPERANDS)[(row * B::SLOW + product) * 32 + at.lane]; }
+
+    __device__ __forceinline__ void turned_products(const KeyWords& codes, const FastTurn& rope, const uint4& fast, float (&score)[4]) const {
+        const unsigned table = KeyTable::lane_base(at.lane);
+        unsigned a[4];
+        codes.template fragment<0>(table, a);
+        rope.template turn<0>(a);
+        mma(score, a, fast.x, fast.y);
+        codes.template fragment<1>(table, a);
+        rope.template turn<1>(a);
+        mma(score, a, fast.z, fast.w);
     }
 
     // Adds up the four lanes of a token; lane 4 r + c gets tokens r and r + 8 of tile c.
@@ -353,21 +401,39 @@ struct BytePages {
     __device__ __forceinline__ void add_values() {
         const uint4 p = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[at.lane];
         const unsigned b[TILES] = {p.x, p.y, p.z, p.w};
-        constexpr int N = V::BANDED ? TILES : 2;
+        if constexpr (V::BANDED > 0) add_bands(b);
+        else add_tiles(b);
+    }
+
+    __device__ __forceinline__ void add_tiles(const unsigned (&b)[TILES]) {
 #pragma unroll
-        for (int first = 0; first < TILES; first += N) {
-            typename ValueCodes::template Tiles<N> codes;
-            value_codes.take(codes, mine() + B::VALUE_CODES + first * V::TILE_BYTES, value_bands(), at.lane);
-            unrolled<STEPS / 2>([&](auto band) {
-                constexpr int I = decltype(band)::value;
-                unsigned bytes[N][4];
-                if (!value_codes.template rows<I>(codes, bytes)) return;
+        for (int tile = 0; tile < TILES; tile += 2) {
+            ValueWords first, second;
+            first.load(mine() + B::VALUE_CODES + tile * V::TILE_BYTES, at.lane);
+            second.load(mine() + B::VALUE_CODES + (tile + 1) * V::TILE_BYTES, at.lane);
+            unrolled<STEPS>([&](auto step) {
+                constexpr int S = decltype(step)::value;
+                const unsigned a[4] = {value_codes.template row<S, 0>(first.words), value_codes.template row<S, 1>(first.words),
+                                       value_codes.template row<S, 0>(second.words), value_codes.template row<S, 1>(second.words)};
+                mma_unsigned(sums[S], a, b[tile], b[tile + 1]);
+            });
+        }
+    }
+
+    __device__ __forceinline__ void add_bands(const unsigned (&b)[TILES]) {
+#pragma unroll 1
+        for (int band = 0; band < STEPS / 2; ++band) {
+            unsigned x[TILES][4];
+            if (!value_codes.template rows<V::TILE_BYTES>(band, mine() + B::VALUE_CODES + 2 * at.lane, value_bands(), x)) continue;
+            unrolled<STEPS / 2>([&](auto which) {  // registers have no numbers that are known later
+                constexpr int I = decltype(which)::value;
+                if (I != band) return;
 #pragma unroll
-                for (int n = 0; n < N; n += 2) {
+                for (int tile = 0; tile < TILES; tile += 2) {
 #pragma unroll
                     for (int s = 0; s < 2; ++s) {
-                        const unsigned a[4] = {bytes[n][2 * s], bytes[n][2 * s + 1], bytes[n + 1][2 * s], bytes[n + 1][2 * s + 1]};
-                        mma_unsigned(sums[2 * I + s], a, b[first + n], b[first + n + 1]);
+                        const unsigned a[4] = {x[tile][2 * s], x[tile][2 * s + 1], x[tile + 1][2 * s], x[tile + 1][2 * s + 1]};
+                        mma_unsigned(sums[2 * I + s], a, b[tile], b[tile + 1]);
                     }
                 }
             });

@@ -48,75 +48,38 @@ struct ByteTable {
     }
 };
 
-// What a warp knows of the bands of its head: four bits a width, a byte a start.
-struct HeadBands {
+// The codes of bands of a head, whose widths and starts are in two registers: four bits a width, a byte a start.
+struct ByteBands {
     unsigned widths, starts;
 
     template <int BANDS>
-    __device__ __forceinline__ void load(const Band* bands) {
+    __device__ __forceinline__ void open(const Band* bands) {
         static_assert(BANDS <= 4, "starts are bytes");
         widths = 0, starts = 0;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) widths |= bands[i].width << 4 * i, starts |= bands[i].start << 8 * i;
     }
-    __device__ __forceinline__ unsigned width(int band) const { return widths >> 4 * band & 15u; }
-    __device__ __forceinline__ unsigned start(int band) const { return starts >> 8 * band & 255u; }
-};
 
-// A side's codes as bytes, some tiles at a time. S: the side's constants; AT: where they lie in the warp's memory; BANDS: where its Bands lie in
-// the block's.
-template <bool BANDED, typename S, typename Words, int D>
-struct ByteCodes {  // of one width
-    static constexpr int TILES_AT_ONCE = 1;
-    ByteTable<S::BITS> table;
-
-    __device__ __forceinline__ void load(const float* values) { table.load(values, S::UNIT, S::ORIGIN); }
-    __device__ __forceinline__ void open(const unsigned char*) {}
-
-    // Steps S and S + 1 of a tile: rows r and r + 8 of the first one, then of the second.
-    template <int N>
-    struct Tiles {
-        Words words[N];
-    };
-    template <int N>
-    __device__ __forceinline__ void take(Tiles<N>& tiles, const unsigned char* from, const unsigned char*, int lane) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n) tiles.words[n].load(from + n * S::TILE_BYTES, lane);
-    }
-    template <int BAND, int N>
-    __device__ __forceinline__ bool rows(const Tiles<N>& tiles, unsigned (&a)[N][4]) const {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            a[n][0] = table.template row<2 * BAND, 0>(tiles.words[n].words), a[n][1] = table.template row<2 * BAND, 1>(tiles.words[n].words);
-            a[n][2] = table.template row<2 * BAND + 1, 0>(tiles.words[n].words), a[n][3] = table.template row<2 * BAND + 1, 1>(tiles.words[n].words);
-        }
+    // Of a band the numbers of N tiles, which begin at `tiles` for this lane; false: it has no codes.
+    template <int TILE_BYTES, int N>
+    __device__ __forceinline__ bool rows(int band, const unsigned char* tiles, const unsigned char* bands, unsigned (&a)[N][4]) const {
+        const unsigned width = widths >> 4 * band & 15u, start = starts >> 8 * band & 255u;
+        if (width == 0) return false;
+        BandCodes::load<N, TILE_BYTES>(width, tiles + start * BandCodes::ROW, reinterpret_cast<const uint4*>(bands + band * sizeof(Band)), a);
         return true;
     }
 };
-template <typename S, typename Words, int D>
-struct ByteCodes<true, S, Words, D> {
-    static constexpr int TILES_AT_ONCE = 2;
-    HeadBands bands;
 
+// What a warp keeps in registers of a side's codes. values: the codebook; bands: those of the head at hand.
+template <typename S, int D, bool BANDED = (S::BANDED > 0)>
+struct ByteCodes : ByteTable<S::BITS> {
+    __device__ __forceinline__ void load(const float* values) { ByteTable<S::BITS>::load(values, S::UNIT, S::ORIGIN); }
+    __device__ __forceinline__ void open(const unsigned char*) {}
+};
+template <typename S, int D>
+struct ByteCodes<S, D, true> : ByteBands {
     __device__ __forceinline__ void load(const float*) {}
-    // Once a head.
-    __device__ __forceinline__ void open(const unsigned char* of_head) { bands.template load<D / 32>(reinterpret_cast<const Band*>(of_head)); }
-
-    template <int N>
-    struct Tiles {
-        const unsigned char *from, *bands;
-    };
-    template <int N>
-    __device__ __forceinline__ void take(Tiles<N>& tiles, const unsigned char* from, const unsigned char* of_head, int lane) const {
-        tiles.from = from + 2 * lane, tiles.bands = of_head;
-    }
-    // False: all of the band's numbers are 0.
-    template <int BAND, int N>
-    __device__ __forceinline__ bool rows(const Tiles<N>& tiles, unsigned (&a)[N][4]) const {
-        const unsigned width = bands.width(BAND);
-        BandCodes::load<N, S::TILE_BYTES>(width, tiles.from + bands.start(BAND) * BandCodes::ROW, reinterpret_cast<const uint4*>(tiles.bands + BAND * 32), a);
-        return width > 0;
-    }
+    __device__ __forceinline__ void open(const unsigned char* bands) { ByteBands::open<D / 32>(reinterpret_cast<const Band*>(bands)); }
 };
 
 }  // namespace signpost
