@@ -118,7 +118,7 @@ struct Attend {
         if constexpr (L::BYTES) {
             auto feed = byte_pages.feed(from, to);
             load();
-            byte_pages.fold();
+            byte_pages.keys.fold();
             feed.start();
             query.load();
             softmax.reset();

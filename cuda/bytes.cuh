@@ -6,9 +6,8 @@
 // Outliers (cuda/bytes_feed.cuh) are added up as whole numbers in shared memory, those of keys to scores, those of values to outputs.
 #pragma once
 
-#include "bytes_codes.cuh"
 #include "bytes_feed.cuh"
-#include "bytes_query.cuh"
+#include "bytes_keys.cuh"
 #include "softmax.cuh"
 
 namespace signpost {
@@ -20,9 +19,6 @@ struct BytePages {
     using K = typename C::Key;
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STEPS = B::STEPS, TILES = B::TILES, T = B::T;
-    using KeyTable = typename L::KeyTable;
-    using FastTurn = Turn<K, D, B::FAST>;
-    using KeyWords = typename L::KeyWords;
     using ValueWords = typename L::ValueWords;
 
     static constexpr float PROBABILITY = 8388600.f;                    // units of one: two, and what exp2 is off, are less than 2^24
@@ -32,47 +28,26 @@ struct BytePages {
 
     const Place<C>& at;
     ByteQuery<C> query;
-    ByteCodes<K, D> key_codes;
+    ByteKeys<C> keys;
     ByteCodes<V, D> value_codes;
     int sums[STEPS][4];  // channels 16 s + r (+ 8) by columns: three bytes of a row's probabilities
     float maximum[ROWS], sum[ROWS], zeros[ROWS];
 
-    __device__ __forceinline__ explicit BytePages(const Place<C>& place) : at(place), query(place, place.shared + L::RING + place.warp * B::WARP_BYTES) {}
+    __device__ __forceinline__ explicit BytePages(const Place<C>& place) : at(place), query(place, place.shared + L::RING + place.warp * B::WARP_BYTES), keys(place, query.mine) {}
 
     __device__ __forceinline__ unsigned char* tables() const { return at.shared + L::BYTE_TABLES; }
     __device__ __forceinline__ unsigned char* mine() const { return query.mine; }
     __device__ __forceinline__ float* out() const { return reinterpret_cast<float*>(mine() + B::OUT); }
     __device__ __forceinline__ int* value_sums() const { return reinterpret_cast<int*>(mine() + B::VALUE_SUMS); }
     __device__ __forceinline__ int* key_sums() const { return reinterpret_cast<int*>(mine() + B::KEY_SUMS); }
-    __device__ __forceinline__ const unsigned char* key_bands() const { return at.shared + L::KEY_BANDS; }
     __device__ __forceinline__ const unsigned char* value_bands() const { return at.shared + L::VALUE_BANDS; }
     __device__ __forceinline__ float* plain() const { return reinterpret_cast<float*>(mine() + B::PLAIN); }
 
     // Once a block, then a barrier, then `take_codebooks`.
     __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, tables()); }
     __device__ __forceinline__ void take_codebooks(const float* of_keys, const float* of_values) {
-        if constexpr (!K::BANDED) KeyTable::fill(at.shared, of_keys);
-        key_codes.load(of_keys);
+        keys.take_codebook(of_keys);
         value_codes.load(of_values);
-    }
-
-    // Once a head, after a barrier; another one follows.
-    __device__ __forceinline__ void fold() {
-        ByteQuery<C>::fold(at, tables());
-        if (at.warp > 0) return;
-        uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + at.lane;
-        uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + at.lane;
-        FastTurn rope;
-        const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
-        rope.load(
-            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c,
-            [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
-            [&](int s, const uint4& x) { zero_keys[s * 32] = x; });
-#pragma unroll
-        for (int s = 0; s < B::FAST; ++s) {
-            turns[64 * s] = make_uint4(rope.own[s][0], rope.own[s][1], rope.own[s][2], rope.own[s][3]);
-            turns[64 * s + 32] = make_uint4(rope.other[s][0], rope.other[s][1], rope.other[s][2], rope.other[s][3]);
-        }
     }
 
     // ---- pages ----
@@ -87,7 +62,7 @@ struct BytePages {
     __device__ __forceinline__ void run(ByteFeed<C>& feed, Softmax<C>& softmax) {
         if (feed.count <= 0) return;
         query.start(feed.first, tables());
-        key_codes.open(key_bands());
+        keys.open();
         value_codes.open(value_bands());
         reset();
 #pragma unroll 1
@@ -124,26 +99,22 @@ struct BytePages {
                 for (int i = at.lane; i < T; i += 32) key_sums()[row * T + i] = 0;
             }
         }
-        reinterpret_cast<uint4*>(mine() + B::PROBABILITIES)[at.lane] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no byte
+        probabilities() = make_uint4(0u, 0u, 0u, 0u);  // columns that have no byte
         __syncwarp();
     }
     __device__ __forceinline__ void clear_sums() {
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sums[s][e] = 0;
-        }
+        for (int i = 0; i < STEPS * 4; ++i) sums[i / 4][i % 4] = 0;
     }
 
     // ---- keys ----
 
     // Scores of the page's tokens, and from them probabilities.
     __device__ __forceinline__ void scores() {
-        float parts[ROWS][TILES][2], score[ROWS][2];
-        key_products(parts);
+        float score[ROWS][2];
+        keys.scores(query, score);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            gather(parts[row], score[row]);
             if constexpr (K::SPARSE) {
                 int2& outliers = reinterpret_cast<int2*>(key_sums() + row * T)[8 * at.c + at.r];
                 score[row][0] = fmaf(static_cast<float>(outliers.x), 1.f / SCORE_UNITS, score[row][0]);
@@ -153,160 +124,6 @@ struct BytePages {
         }
         soften(score);
         __syncwarp();
-    }
-
-    // What a lane has of the scores: tokens r and r + 8 of every tile, columns 2c and 2c + 1.
-    __device__ __forceinline__ void key_products(float (&parts)[ROWS][TILES][2]) {
-        if constexpr (K::BANDED > 0) band_products(parts);
-        else tile_products(parts);
-    }
-
-    // Of one width: tile after tile.
-    __device__ __forceinline__ void tile_products(float (&parts)[ROWS][TILES][2]) {
-        unsigned low[ROWS][B::SLOW][2], high[ROWS][B::SLOW][2];
-        float zero[ROWS][2], unit[ROWS];
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            query.operands(tables(), row, low[row], high[row], zero[row]);
-            unit[row] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
-        }
-        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[at.lane];
-        float fixed[4];
-        fast_zeros(fast, fixed);
-        FastTurn rope;
-        load_turns(rope);
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            KeyWords codes;
-            codes.load(mine() + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
-            float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
-            turned_products(codes, rope, fast, turned);
-            int of_low[ROWS][4] = {}, of_high[ROWS][4] = {};
-            unrolled<B::SLOW>([&](auto product) {
-                constexpr int I = decltype(product)::value, S = B::FAST + 2 * I;
-                const unsigned a[4] = {key_codes.template row<S, 0>(codes.words), key_codes.template row<S, 1>(codes.words),
-                                       key_codes.template row<S + 1, 0>(codes.words), key_codes.template row<S + 1, 1>(codes.words)};
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    mma_unsigned(of_low[row], a, low[row][I][0], low[row][I][1]);
-                    mma_signed(of_high[row], a, high[row][I][0], high[row][I][1]);
-                }
-            });
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) join(row, tile, of_low[row], of_high[row], turned, unit[row], zero[row], parts[row][tile]);
-        }
-    }
-
-    // A row's part of a tile's scores: what functions of the token weigh, and what the fastest pairs gave, whose column tile + 4 row is.
-    __device__ __forceinline__ void join(int row, int tile, const int (&low)[4], const int (&high)[4], const float (&turned)[4], float unit, const float (&zero)[2], float (&part)[2]) const {
-        const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
-        const float mine_fast = at.c == 2 * row + tile / 2 ? 1.f : 0.f;
-        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), unit, zero[e % 2]); };
-        part[0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast));
-        part[1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast));
-    }
-
-    // Scores of the zero points of the fastest pairs; column tile + 4 row is that of a tile.
-    __device__ __forceinline__ void fast_zeros(const uint4& fast, float (&fixed)[4]) const {
-        const uint4* zero_keys = reinterpret_cast<const uint4*>(tables() + B::ZERO_KEYS) + at.lane;
-        const uint4 first = zero_keys[0], second = zero_keys[32];
-        const unsigned operands[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) fixed[e] = 0.f;
-        mma(fixed, operands[0], fast.x, fast.y);
-        mma(fixed, operands[1], fast.z, fast.w);
-    }
-    __device__ __forceinline__ void load_turns(FastTurn& rope) const {
-        const uint4* turns = reinterpret_cast<const uint4*>(tables() + B::TURNS) + at.lane;
-#pragma unroll
-        for (int s = 0; s < B::FAST; ++s) {
-            const uint4 own = turns[64 * s], other = turns[64 * s + 32];
-            rope.own[s][0] = own.x, rope.own[s][1] = own.y, rope.own[s][2] = own.z, rope.own[s][3] = own.w;
-            rope.other[s][0] = other.x, rope.other[s][1] = other.y, rope.other[s][2] = other.z, rope.other[s][3] = other.w;
-        }
-    }
-
-    // Where the width depends on the band: band after band, all tiles at once, so that there is one copy of the code for each width and
-    // few branches. The first band is that of the fastest pairs.
-    __device__ __forceinline__ void band_products(float (&parts)[ROWS][TILES][2]) {
-        static_assert(B::FAST == 2, "a band");
-        float zero[ROWS][2], unit[ROWS];
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            unsigned low[B::SLOW][2], high[B::SLOW][2];
-            query.operands(tables(), row, low, high, zero[row]);
-            unit[row] = query.size[row] * (K::UNIT / ByteQuery<C>::MOST);
-#pragma unroll
-            for (int i = 0; i < B::SLOW; ++i) band_operands(row, i) = make_uint4(low[i][0], low[i][1], high[i][0], high[i][1]);
-        }
-        const uint4 fast = reinterpret_cast<const uint4*>(mine() + B::FAST_OPERAND)[at.lane];
-        float turned[TILES][4];
-        fast_zeros(fast, turned[0]);
-        int of_low[ROWS][TILES][4] = {}, of_high[ROWS][TILES][4] = {};
-#pragma unroll
-        for (int tile = 1; tile < TILES; ++tile) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) turned[tile][e] = turned[0][e];
-        }
-#pragma unroll 1
-        for (int band = 0; band <= B::SLOW; ++band) {
-            unsigned a[TILES][4];
-            if (!key_codes.template rows<K::TILE_BYTES>(band, mine() + B::KEY_CODES + 2 * at.lane, key_bands(), a)) continue;
-            if (band == 0) {
-                FastTurn rope;
-                load_turns(rope);
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    unsigned x[4];
-                    BandCodes::fragment(a[tile][0], a[tile][1], x);
-                    rope.template turn<0>(x);
-                    mma(turned[tile], x, fast.x, fast.y);
-                    BandCodes::fragment(a[tile][2], a[tile][3], x);
-                    rope.template turn<1>(x);
-                    mma(turned[tile], x, fast.z, fast.w);
-                }
-            } else {
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    const uint4 b = band_operands(row, band - 1);
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-                        mma_unsigned(of_low[row][tile], a[tile], b.x, b.y);
-                        mma_signed(of_high[row][tile], a[tile], b.z, b.w);
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) join(row, tile, of_low[row][tile], of_high[row][tile], turned[tile], unit[row], zero[row], parts[row][tile]);
-        }
-    }
-    // The lane's operands of a product: nobody else's.
-    __device__ __forceinline__ uint4& band_operands(int row, int product) const { return reinterpret_cast<uint4*>(mine() + B::BAND_OPERANDS)[(row * B::SLOW + product) * 32 + at.lane]; }
-
-    __device__ __forceinline__ void turned_products(const KeyWords& codes, const FastTurn& rope, const uint4& fast, float (&score)[4]) const {
-        const unsigned table = KeyTable::lane_base(at.lane);
-        unsigned a[4];
-        codes.template fragment<0>(table, a);
-        rope.template turn<0>(a);
-        mma(score, a, fast.x, fast.y);
-        codes.template fragment<1>(table, a);
-        rope.template turn<1>(a);
-        mma(score, a, fast.z, fast.w);
-    }
-
-    // Adds up the four lanes of a token; lane 4 r + c gets tokens r and r + 8 of tile c.
-    __device__ __forceinline__ void gather(const float (&part)[TILES][2], float (&score)[2]) const {
-        const bool upper = at.c & 2, odd = at.c & 1;
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-            float x = upper ? part[2][u] : part[0][u], y = upper ? part[3][u] : part[1][u];
-            x += __shfl_xor_sync(~0u, upper ? part[0][u] : part[2][u], 2);
-            y += __shfl_xor_sync(~0u, upper ? part[1][u] : part[3][u], 2);
-            score[u] = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
-        }
     }
 
     // What an outlier adds to the rows' sums at one place.
@@ -398,8 +215,11 @@ struct BytePages {
 
     // ---- values ----
 
+    // As second operands of all tiles.
+    __device__ __forceinline__ uint4& probabilities() const { return reinterpret_cast<uint4*>(mine() + B::PROBABILITIES)[at.lane]; }
+
     __device__ __forceinline__ void add_values() {
-        const uint4 p = reinterpret_cast<const uint4*>(mine() + B::PROBABILITIES)[at.lane];
+        const uint4 p = probabilities();
         const unsigned b[TILES] = {p.x, p.y, p.z, p.w};
         if constexpr (V::BANDED > 0) add_bands(b);
         else add_tiles(b);
@@ -419,7 +239,6 @@ struct BytePages {
             });
         }
     }
-
     __device__ __forceinline__ void add_bands(const unsigned (&b)[TILES]) {
 #pragma unroll 1
         for (int band = 0; band < STEPS / 2; ++band) {
@@ -499,9 +318,10 @@ struct BytePages {
         __syncwarp();
     }
 
-    // The warp's result as the state of `softmax`: column n is row n.
+    // The warp's result as the state of `softmax`: column n is row n. A lane's rows are looked up in shared memory, since what is looked up in
+    // registers would leave them, with all that lies beside it.
     __device__ __forceinline__ void leave(Softmax<C>& softmax) {
-        float total[2];  // of the lane's columns
+        float4* const of_rows = reinterpret_cast<float4*>(mine() + B::PROBABILITIES);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -509,29 +329,28 @@ struct BytePages {
                 sum[row] += __shfl_xor_sync(~0u, sum[row], mask);
                 zeros[row] += __shfl_xor_sync(~0u, zeros[row], mask);
             }
+            if (at.lane == 0) of_rows[row] = make_float4(maximum[row], sum[row], zeros[row], 0.f);
         }
+        __syncwarp();
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            total[e] = 0.f;
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                if (2 * at.c + e != row) continue;
-                total[e] = sum[row];
-                softmax.maximum[0][e] = maximum[row];
-                softmax.sum[0][e] = at.r == 0 ? sum[row] : 0.f;
-                softmax.zeros[0][e] = at.r == 0 ? zeros[row] : 0.f;
-            }
             const int row = 2 * at.c + e;
+            if (row >= ROWS) continue;
+            const float4 state = of_rows[row];
+            softmax.maximum[0][e] = state.x;
+            softmax.sum[0][e] = at.r == 0 ? state.y : 0.f;
+            softmax.zeros[0][e] = at.r == 0 ? state.z : 0.f;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
                 for (int u = 0; u < 2; ++u) {
-                    float x = row < ROWS ? out()[row * D + 16 * s + 2 * at.r + u] : 0.f;
-                    if constexpr (!B::SCALED) x = fmaf(channels()[16 * s + 8 * u + at.r].y, total[e], x);
+                    float x = out()[row * D + 16 * s + 2 * at.r + u];
+                    if constexpr (!B::SCALED) x = fmaf(channels()[16 * s + 8 * u + at.r].y, state.y, x);
                     softmax.out[s][0][2 * u + e] = x;
                 }
             }
         }
+        __syncwarp();
     }
 };
 

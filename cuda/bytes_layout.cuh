@@ -72,8 +72,8 @@ struct ByteLayout {
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
     static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
     static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [32][8]
-    static constexpr int BAND_OPERANDS = FAST_OPERAND + 512;                                                   // u8 [ROWS][SLOW][32][16]
-    static constexpr int PROBABILITIES = BAND_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                                                   // u8 [8][4][TILES][4]
+    static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
+    static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
     static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e]
     static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]

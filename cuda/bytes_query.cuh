@@ -113,7 +113,7 @@ struct ByteQuery {
     }
 
     // A row's eight queries as second operands: for each product its low and its high bytes; and what zero points add to the lane's
-    // columns 2c and 2c + 1.
+    // columns 2c and 2c + 1, over the row's size.
     __device__ __forceinline__ void operands(const unsigned char* block, int row, unsigned (&low)[B::SLOW][2], unsigned (&high)[B::SLOW][2], float (&zero)[2]) const {
         constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: what is added to it becomes whole in the low bits
         float sum = 0.f;
@@ -131,7 +131,6 @@ struct ByteQuery {
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        sum *= size[row];
         zero[0] = __shfl_sync(~0u, sum, 8 * at.c), zero[1] = __shfl_sync(~0u, sum, 8 * at.c + 4);
     }
 };

@@ -9,7 +9,7 @@ struct MergeParams {
     const float* partial;  // as AttendParams
     void* out;             // Model, strides below in numbers
     const int* ranges;
-    const float* rotation;  // of values, as in SideParams
+    const float* rotation;  // of values, P inverted: [D][D], or [h_kv][D][D]
     const float* mean;      // of values, [h_kv][D]
     long long out_sequence, out_token, out_head;
     int b, h_kv, g, m;
@@ -22,8 +22,11 @@ struct Merge {
     using L = Layout<C>;
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
+    // A row of P goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
+    static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
+    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : 2 * D;  // floats
 
-    // All threads of a block of D; shared: f32 [2 D]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
+    // All threads of a block of D; shared: f32 [SHARED]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
         const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
         if (row >= params.g * params.m) return;
@@ -81,20 +84,27 @@ struct Merge {
             __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
-            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-            const float* const rotation = params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0);
+            // Every warp multiplies 32 rows of P, so that all of it is under way at once.
+            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
+            const float4* const rows = reinterpret_cast<const float4*>(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0)) + lane % LANES;
+            float4 sum4[PIECES / LANES] = {};
 #pragma unroll 16
-            for (int i = 0; i < 32; ++i) {  // a warp a row of P, so that loads are whole lines
-                const int channel = i * (D / 32) + warp;
-                float y = 0.f;
+            for (int i = 0; i < 32; i += ROWS_AT_ONCE) {
+                const int row = warp * 32 + i + part;
 #pragma unroll
-                for (int k = 0; k < D / 32; ++k) y += shared[k * 32 + lane] * rotation[channel * D + k * 32 + lane];
-#pragma unroll
-                for (int mask = 16; mask; mask /= 2) y += __shfl_xor_sync(~0u, y, mask);
-                if (lane == 0) shared[D + channel] = y;
+                for (int k = 0; k < PIECES / LANES; ++k) {
+                    const float4 p = rows[row * PIECES + k * LANES];
+                    const float y = shared[row];
+                    sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
+                }
             }
+            float4* const parts = reinterpret_cast<float4*>(shared + D);
+#pragma unroll
+            for (int k = 0; k < PIECES / LANES; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
             __syncthreads();
-            x = shared[D + threadIdx.x];
+            x = 0.f;
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) x += shared[(1 + i) * D + threadIdx.x];
         }
         if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
         return x;

@@ -1,4 +1,5 @@
-// Formats whose numbers go through a matrix product as they came: rotated ones with norms, and sketches of the numbers themselves. A
+// Formats whose numbers go through a matrix product as they came: rotated ones with norms, or with widths by band behind matrices of heads, and sketches of the numbers
+// themselves. A
 // warp takes 16 or 32 tokens of a head at a time from the input to codes or signs in registers, while the next head's come: the sums of the matrix instruction lie in lanes
 // just as codes do in pages (artifacts/order.py).
 //
@@ -30,6 +31,7 @@ struct Direct {
         page.turn_to(0);
         page.find_rows();
         if constexpr (S::BITS > 0) dense.load_codebook();
+        if constexpr (S::BANDED > 0) dense.load_scales();
         __syncthreads();
         unsigned char* vectors = page.shared + PackLayout<S, P>::TILE_AT + threadIdx.x / 32 * PackLayout<S, P>::WARP_BYTES;
         const auto fetch = [&](int head) { All::fetch(vectors, [&](int row) { return numbers(row, head); }); };
@@ -44,6 +46,8 @@ struct Direct {
             if (head + A::WARPS < page.heads) fetch(head + A::WARPS);  // while this one is packed
             if constexpr (S::SKETCH > 0) {
                 sketch(x, head);
+            } else if constexpr (S::BANDED > 0) {
+                rotate_bands(x, head);
             } else {
                 rotate(x, head);
             }
@@ -106,6 +110,44 @@ struct Direct {
                 const int p = P::VALUES ? k / 8 : k / 4 % 2, i = P::VALUES ? k / 4 % 2 : k / 8, upper = P::VALUES ? k / 4 % 2 : k / 2 % 2;
                 return mul(sum[tile][p][i][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
             });
+        }
+    }
+
+    // ---- codes of a width by band ----
+
+    __device__ __forceinline__ void rotate_bands(All& x, int head) {
+        if constexpr (!P::VALUES) x.settle();
+        float nothing = 0.0f;  // NaN once a number was NaN or infinite
+#pragma unroll 1
+        for (int run = 0; run < D::RUNS; ++run) {
+            encode_band<0>(x, head, run, nothing);
+            encode_band<D::AT_ONCE>(x, head, run, nothing);
+        }
+        if (!(nothing == 0.0f)) page.report(4);
+    }
+
+    // Numbers FIRST ... of a run of all tiles, those of one band. The matrix has small whole numbers: one piece.
+    template <int FIRST>
+    __device__ __forceinline__ void encode_band(const All& x, int head, int run, float& nothing) {
+        using Order = typename A::Order;
+        constexpr int U = FIRST / D::AT_ONCE;
+        const int first = P::VALUES ? run * 4 + 2 * U : run * 2 + U, lane = threadIdx.x % 32;
+        const uint4* matrix = page.params.rotation + (page.first_head + head) * (A::D / 16 * (A::D / 16) * 32);
+        float sum[TILES][2][2][4];
+        x.template multiply<P::VALUES, 1>(sum, matrix, first, P::VALUES ? first + 1 : first + A::D / 32);
+        const float2* factors = dense.factors + head * A::D + (P::VALUES ? run * 64 + lane / 4 : run * 32 + lane % 4 * 2);
+        const BandTree& tree = dense.tree(head, 2 * run + U);
+        unsigned char* to = page.head_page(page.first_head + head) + S::CODES + page.slice / A::HEAD_SLICES * TILES * S::TILE_BYTES;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            float at[D::AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < D::AT_ONCE; ++k) {
+                const int p = P::VALUES ? k / 8 : k / 4 % 2, i = P::VALUES ? k / 4 % 2 : k / 8;
+                nothing = fmaf(sum[tile][p][i][k % 4], 0.0f, nothing);
+                at[k] = D::normalized(sum[tile][p][i][k % 4], factors[Order::channels_on(FIRST + k)]);
+            }
+            tree.encode(at, reinterpret_cast<unsigned short*>(to + tile * S::TILE_BYTES) + lane);
         }
     }
 

@@ -163,19 +163,19 @@ struct Vectors {
     }
 
     // sum[tile][p][i]: products with columns of sixteens first and second (p). COLUMNS_FIRST 0: tokens r and r + 8 of the tile,
-    // columns 8 i + 2 c and the next; 1: columns r and r + 8, tokens 8 i + 2 c and the next.
-    template <int COLUMNS_FIRST>
+    // columns 8 i + 2 c and the next; 1: columns r and r + 8, tokens 8 i + 2 c and the next. PIECES: of the matrix.
+    template <int COLUMNS_FIRST, int PIECES = MATRIX_PIECES<Half>>
     __device__ __forceinline__ void multiply(float (&sum)[TILES][2][2][4], const uint4* matrix, int first, int second) const {
 #pragma unroll
         for (int i = 0; i < TILES * 16; ++i) sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.0f;
-        const uint4* const table[2] = {fragments<Half>(matrix, STEPS, first), fragments<Half>(matrix, STEPS, second)};
+        const uint4* const table[2] = {fragments<PIECES>(matrix, STEPS, first), fragments<PIECES>(matrix, STEPS, second)};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
 #pragma unroll
-                for (int piece = 0; piece < MATRIX_PIECES<Half>; ++piece) {
-                    const uint4 m = load_table(table[p] + (step * MATRIX_PIECES<Half> + piece) * 32);
+                for (int piece = 0; piece < PIECES; ++piece) {
+                    const uint4 m = load_table(table[p] + (step * PIECES + piece) * 32);
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile) {
                         const unsigned* low = words[2 * tile] + 2 * step;

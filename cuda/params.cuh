@@ -15,7 +15,7 @@ struct SideParams {
     const float* scale;             // [h_kv][D], also zero, mean
     const float* zero;
     const float* mean;
-    const float* rotation;                // P inverted and transposed, which is P if it is orthogonal: [D][D], or [h_kv][D][D]
+    const float* rotation;                // of keys: P inverted and transposed, which is P if it is orthogonal: [D][D], or [h_kv][D][D]
     const float* sketch;                  // S [SKETCH][D]
     const float* outlier_sketch;          // [OUTLIER_SKETCH][D]
     const unsigned char* outlier_mask;    // [h_kv][D]

@@ -146,7 +146,8 @@ class PagedAttention:
         if side.format.banded:
             moved |= banded.kernel_tables(moved, side.shape)
         if side.format.rotate:
-            moved["rotation"] = rotate.inverse_matrix(rotate.prepared(moved)).mT
+            inverse = rotate.inverse_matrix(rotate.prepared(moved))
+            moved["rotation"] = inverse if side.shape.side == "value" else inverse.mT
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
     def module(self, rows: int) -> jit.Module:

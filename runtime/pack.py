@@ -336,7 +336,9 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
     if fmt.banded:
         found["bands"] = banded.pack_tables(tables)
     if fmt.rotate and tables["rotation"].dim() == 3:  # whole numbers of eight bits: one piece
-        found["rotation"] = torch.stack([fragments(matrix, piece, count=1) for matrix in tables["rotation"]])
+        first = direct and codec.geometry.shape.side == "value"
+        pieces = [fragments(matrix, piece, 1.0, first_operand=first, count=1) for matrix in tables["rotation"]]
+        found["rotation"] = torch.stack(pieces)
     elif fmt.rotate:
         first = direct and codec.geometry.shape.side == "value"
         found["rotation"] = fragments(tables["rotation"], piece, MATRIX_SCALE, first_operand=first)

@@ -243,6 +243,8 @@ def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
     fmt = geometry.format
     if dtype.itemsize != 2 or fmt.sparse or fmt.lowrank or fmt.center or fmt.domain == "pre_rope":
         return False
+    if fmt.rotate and fmt.banded:
+        return fmt.rotate.kind == "learned" and fmt.sketch is None
     if fmt.rotate:
         return fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
     return fmt.sketch is not None and fmt.dense is None

@@ -145,7 +145,7 @@ attend(const __grid_constant__ signpost::AttendParams params) {{
 }}
 extern "C" __global__ void __launch_bounds__({d})
 merge(const __grid_constant__ signpost::MergeParams params) {{
-    __shared__ float shared[2 * {d}];
+    __shared__ float shared[signpost::Merge<Shape>::SHARED];
     signpost::Merge<Shape>::run(params, shared);
 }}
 extern "C" __global__ void __launch_bounds__({WRITE_THREADS})
