@@ -66,7 +66,7 @@ def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, st
         yield from _bad_mask(tensors["outlier_mask"], fmt.sketch.outliers)
     if "lower" in tensors and (np.subtract(tensors["upper"], tensors["lower"], dtype=np.float64) < 0).any():
         yield "lower", "is above upper"
-    if (fmt.banded or (fmt.dense and fmt.dense.codebook == "nuq")) and np.abs(tensors["signposts"]).max() > 1:
+    if fmt.dense and fmt.dense.codebook == "nuq" and np.abs(tensors["signposts"]).max() > 1:
         yield "signposts", "lie outside [-1, 1], to which numbers are normalized"
     if "edges" in tensors and np.abs(tensors["edges"]).max() > 1:
         yield "edges", "lie outside [-1, 1], to which numbers are normalized"

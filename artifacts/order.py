@@ -17,8 +17,8 @@ Within a step their order depends on their width, so that a few instructions tak
 - 2 bits: a step is half a word. A nibble has a code of row r in its low two bits and that of row r + 8 in its high two.
 - 1 and 8 bits: register by register, as above.
 
-Codes whose width depends on the band of channels (`band_order`) are stored tile after tile, and in a tile band after band:
-for each bit of the width 32 half words, one a lane (`band_code_order`).
+Codes whose width depends on the band of channels (`band_order`) are stored tile after tile, and in a tile band after
+band: for each bit of the width 32 half words, one a lane (`band_code_order`).
 
 The words of the lanes are interleaved, four of each lane at a time (or two, or one: the most that divides the words of
 a run), so that a warp's loads read 512 (256, 128) bytes in a row and runs can be read by different warps. Lists of
@@ -88,8 +88,8 @@ def band_code_order(t: int, side: SideName, bits: int) -> NDArray[np.int64]:
     """Where the codes of one band of a page come from: token * 32 + place in the band, int64 [t / 16, 16, 32].
 
     Two neighbouring lanes share a run, each has 16 codes of a tile: 4 of one row of the operand (half, e) by step and
-    upper. Of the run's words each lane has 16 bits: with 3 and 4 bits a row a half word, a code in a nibble; with 2 bits
-    two rows, with 1 bit all four, whose codes of one column share a nibble.
+    upper. Of the run's words each lane has 16 bits: with 3 and 4 bits a row a half word, a code in a nibble; with 2
+    bits two rows, with 1 bit all four, whose codes of one column share a nibble.
     """
     # Axes: tile, step, r, two lanes, which of them, half, upper, e.
     registers = _registers(t, RUN, side).reshape(t // TILE, 2, 8, 2, 2, 2, 2, 2)

@@ -111,8 +111,8 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
     if fmt.center:
         found["mean"] = x.mean(0)
     if fmt.rotate and fmt.rotate.kind == "learned":
-        found["rotation"] = torch.stack([(torch.linalg.qr(torch.randn(D, D))[0] * 300).clamp(-127, 127) for _ in range(h_kv)])
-        found["rotation"] = found["rotation"].to(torch.int8).cuda()
+        matrices = [torch.linalg.qr(torch.randn(D, D))[0] * 300 for _ in range(h_kv)]
+        found["rotation"] = torch.stack(matrices).clamp(-127, 127).to(torch.int8).cuda()
         x = torch.einsum("nhc,hcd->nhd", x, found["rotation"].float())
     elif fmt.rotate:
         found["rotation"] = torch.linalg.qr(torch.randn(D, D))[0].cuda()
@@ -128,12 +128,13 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
         at = (torch.arange(count) + 0.5) / count
         found["signposts"] = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
     if fmt.banded:
-        found["widths"] = torch.tensor([widths(fmt.banded.bits, head) for head in range(h_kv)], dtype=torch.uint8).cuda()
-        found["signposts"] = torch.ones(h_kv, D // BAND, 16).cuda()
+        of_heads = torch.tensor([widths(fmt.banded.bits, head) for head in range(h_kv)], dtype=torch.uint8)
+        books = torch.ones(h_kv, D // BAND, 16)
         for width in range(5):
             at = (torch.arange(1 << width) + 0.5) / (1 << width)
-            book = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
-            found["signposts"][found["widths"] == width] = torch.nn.functional.pad(book, (0, 16 - len(book)), value=float(book[-1]))
+            book = (torch.special.ndtri(at) * 0.4).clamp(-1, 1)
+            books[of_heads == width] = torch.nn.functional.pad(book, (0, 16 - len(book)), value=float(book[-1]))
+        found |= {"widths": of_heads.cuda(), "signposts": books.cuda()}
     if fmt.sketch:
         for name, m in (("sketch", fmt.sketch.m), ("outlier_sketch", fmt.sketch.outlier_m)):
             found[name] = (
@@ -146,7 +147,7 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
 
 
 def widths(bits: float, head: int) -> list[int]:
-    """Of a head's bands, adding up to the mean `bits`: every fourth head alike, others with one or two bits moved forward."""
+    """Of a head's bands, adding up to the mean `bits`; every fourth head alike, in others bits are moved forward."""
     total = round(4 * bits)
     found = [total // 4 + (band < total % 4) for band in range(4)]
     for _ in range(head % 4):

@@ -9,6 +9,9 @@ whole model: embedding, all layers with writing, attention and packing, logits. 
 with the cuDNN backend over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight
 tokens before the named length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop
 instead, over 64 steps that fill one: pages taken, graph replayed, tokens chosen on the host.
+
+A format `a+b+c` gives the layers these formats in turn. Its row then also has the mean of the times that a model of
+each takes alone, if they were measured before it at the same shape: that is what the mixture is expected to take.
 """
 
 import argparse
@@ -46,7 +49,8 @@ LOOP = 64  # steps of the engine's loop: a page fills once
 @dataclass
 class Row:
     """One cache at one shape. Bytes: of weights; of the cache as torch counts them and as the geometry predicts; the
-    most that was allocated during steps, weights included. ratio: fp16's time over this one's."""
+    most that was allocated during steps, weights included. ratio: fp16's time over this one's. parts_us: of a mixture,
+    the mean of its formats' own step times."""
 
     shape: str
     cache: str
@@ -59,6 +63,7 @@ class Row:
     predicted_bytes: int
     peak_bytes: int
     ratio: float | None
+    parts_us: float | None = None
 
 
 def model_of(name: str, layers: int, positions: int, compile: bool = False) -> HFDecoder:
@@ -72,15 +77,25 @@ def model_of(name: str, layers: int, positions: int, compile: bool = False) -> H
     return HFDecoder(model.eval().requires_grad_(False), compile=compile)
 
 
-def bundle_of(decoder: HFDecoder, formats: LayerFormat) -> Bundle:
-    """A bundle with the same tensors for all layers."""
+def formats_of(name: str, layers: int) -> tuple[LayerFormat, ...]:
+    """Of all layers. Raises SystemExit for a name that is not known."""
+    parts = name.split("+")
+    if unknown := [part for part in parts if part not in FORMATS]:
+        raise SystemExit(f"format {unknown[0]}: known are {', '.join(FORMATS)}, and several joined by +")
+    return tuple(FORMATS[parts[layer % len(parts)]] for layer in range(layers))
+
+
+def bundle_of(decoder: HFDecoder, name: str) -> Bundle:
+    """A bundle with the same tensors for all layers of a format."""
     found = fingerprint(decoder.model)
-    sample = numbers(1024, found.h_kv, 99)
+    formats, sample = formats_of(name, found.l), numbers(1024, found.h_kv, 99)
     tensors = {"rope.inv_freq": rotary(decoder.model)[1].numpy()}
-    for side, fmt in (("key", formats.key), ("value", formats.value)):
-        for name, tensor in tables(fmt, sample).items():
-            tensors |= {f"layers.{layer}.{side}.{name}": tensor.cpu().numpy() for layer in range(found.l)}
-    return Bundle("random", found, (formats,) * found.l, tensors)
+    for each in dict.fromkeys(formats):
+        for side, fmt in (("key", each.key), ("value", each.value)):
+            for tensor_name, tensor in tables(fmt, sample).items():
+                for layer in (layer for layer in range(found.l) if formats[layer] == each):
+                    tensors[f"layers.{layer}.{side}.{tensor_name}"] = tensor.cpu().numpy()
+    return Bundle("random", found, formats, tensors)
 
 
 def median_us(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
@@ -123,7 +138,7 @@ def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row
 
 def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, seconds: float, fp16_us: float | None) -> Row:
     """A compressed cache at length n."""
-    bundle, weights = bundle_of(decoder, FORMATS[name]), fresh_peak()
+    bundle, weights = bundle_of(decoder, name), fresh_peak()
     most = n + LOOP + 64
     kv = KVCache(bundle, b, most, torch.float16, "cuda", prompt=n - 1)
     held = torch.cuda.memory_allocated() - weights
@@ -195,11 +210,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x4096", "llama2-7b@1x32768", "llama2-7b@1x131072"])
-    parser.add_argument("--formats", nargs="+", default=["nuq3-1", "nuq2-1", "kivi2-g32"], choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=["nuq3-1", "nuq2-1", "kivi2-g32"])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     parser.add_argument("--seconds", type=float, default=0.5, help="of replays for each time")
     args = parser.parse_args()
+    for name in args.formats:
+        formats_of(name, args.layers)
     rows: list[Row] = []
     decoder, made = None, ""
     for shape in args.shapes:
@@ -218,10 +235,12 @@ def main() -> None:
                 if name == "fp16"
                 else compressed(decoder, shape, name, b, n - SHORT, args.seconds, rows_of(rows, shape))
             )
+            row.parts_us = parts_of(rows, shape, name, args.layers)
             rows.append(row)
+            expected = f", its formats alone {row.parts_us:.0f} us" if row.parts_us else ""
             print(
-                f"{shape} {name}: {row.step_us:.0f} us ({shown(row.ratio)}x), loop {row.loop_us:.0f} us, filled in "
-                f"{row.fill_s:.1f} s, cache {row.cache_bytes} bytes, predicted {row.predicted_bytes}",
+                f"{shape} {name}: {row.step_us:.0f} us{expected} ({shown(row.ratio)}x), loop {row.loop_us:.0f} us, "
+                f"filled in {row.fill_s:.1f} s, cache {row.cache_bytes} bytes, predicted {row.predicted_bytes}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -251,6 +270,15 @@ def dense_bytes(decoder: HFDecoder, b: int, n: int) -> int:
 def rows_of(rows: list[Row], shape: str) -> float | None:
     """fp16's time at a shape; None where it does not fit."""
     return next((row.step_us for row in rows if row.shape == shape and row.cache == "fp16"), None)
+
+
+def parts_of(rows: list[Row], shape: str, name: str, layers: int) -> float | None:
+    """The mean step time of a mixture's formats, by layers; None if one was not measured alone, and for no mixture."""
+    parts = name.split("+")
+    alone = {row.cache: row.step_us for row in rows if row.shape == shape}
+    if len(parts) == 1 or any(part not in alone for part in parts):
+        return None
+    return statistics.mean(alone[parts[layer % len(parts)]] for layer in range(layers))
 
 
 def shown(x: float | None, digits: int = 2) -> str:

@@ -382,8 +382,8 @@ def fragments(
 
     piece: of which dtype its pieces are, float16 (two, times `scale`, by default a power of two near 512 over the
     largest number) or bfloat16 (three). order: int64 [k], the row that each place of the steps multiplies; by default
-    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction. count: of pieces,
-    if fewer are enough.
+    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction. count: of
+    pieces, if fewer are enough.
     """
     k, n = matrix.shape
     if order is None:

@@ -182,7 +182,7 @@ def _banded_cases() -> list[Case]:
     return [
         _banded(
             1, 2, 128,
-            Format(64, banded=Banded(2.25), window=one, domain=before),
+            Format(64, banded=Banded(2.5), window=one, domain=before),
             Format(64, banded=Banded(1.5), window=one, rotate=learned),
         ),
         _banded(2, 2, 128, Format(64, banded=Banded(3.5), window=one, domain=before), nuq),
@@ -199,14 +199,14 @@ def _banded_cases() -> list[Case]:
         ),
         _banded(
             2, 1, 256,
-            Format(32, banded=Banded(1.125), domain=before),
-            Format(32, banded=Banded(2.125, 4), rotate=learned),
+            Format(32, banded=Banded(1.5), domain=before),
+            Format(32, banded=Banded(2.5, 4), rotate=learned),
         ),
-        _banded(1, 2, 128, Format(64, banded=Banded(2.75), sparse=mixed, window=one, domain=before), outliers),
+        _banded(1, 2, 128, Format(64, banded=Banded(2.5), sparse=mixed, window=one, domain=before), outliers),
         _banded(
             2, 4, 128,
             Format(32, banded=Banded(1.5), sparse=SPARSE["token"], rotate=learned),
-            Format(32, banded=Banded(3.25), sparse=SPARSE["token"]),
+            Format(32, banded=Banded(3.5)),
         ),
         _banded(
             8, 2, 64,

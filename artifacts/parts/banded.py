@@ -68,7 +68,8 @@ class Banded:
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """scale, zero: of channels; widths: bits of each band; signposts: values of a band's codes, ascending, of which
-        it has 2^width, and the last one again behind them; rounded where codes are written and read (`runtime.parts.banded`)."""
+        it has 2^width, and the last one again behind them; rounded where codes are written and read
+        (`runtime.parts.banded`)."""
         bands = (shape.h_kv, self.bands(shape))
         return {
             "scale": TensorSpec("float32", (shape.h_kv, shape.d)),

@@ -66,9 +66,9 @@ UNITS = 128  # of one, in which kernels count a band's numbers
 def kernel_tables(tables: dict[str, Tensor], shape: PageShape) -> dict[str, Tensor]:
     """What attention reads of a side: numbers are zero + scale * byte / UNITS.
 
-    bands: uint8 [h_kv, bands, 32], `Band` of cuda/bands.cuh: 16 bytes of the codes, -127 to 127 (of 4 bits: 0 to 127), then
-    the width and how many bits stand before, as 32-bit numbers. scale, zero: float32 [h_kv, d]. A band of width 0 has
-    scale 0.
+    bands: uint8 [h_kv, bands, 32], `Band` of cuda/bands.cuh: 16 bytes of the codes, -127 to 127 (of 4 bits: 0 to 127),
+    then the width and how many bits stand before, as 32-bit numbers. scale, zero: float32 [h_kv, d]. A band of width 0
+    has scale 0.
     """
     widths, side = tables["widths"].long(), tables["signposts"].shape
     device = widths.device
@@ -109,7 +109,7 @@ def pack_tables(tables: dict[str, Tensor]) -> Tensor:
 
 
 def edges(book: Tensor) -> Tensor:
-    """Between the codes' normalized numbers: float32 [..., n - 1] of values [..., n]; a number on an edge goes below it."""
+    """Between the codes' normalized numbers: float32 [..., n - 1] of values [..., n]; a number on one goes below it."""
     return (0.5 * (book[..., :-1] + book[..., 1:])).contiguous()
 
 

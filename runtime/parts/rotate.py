@@ -7,7 +7,7 @@ from artifacts.errors import FormatError
 
 
 def prepared(tables: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tables with the matrix in float32 and, unless it is orthogonal, its inverse as `unrotation`.
+    """The tables with the matrix's inverse as `unrotation`, float32, unless it is orthogonal.
 
     Inverses are found in float64. Raises FormatError for a matrix that has none.
     """
@@ -17,7 +17,7 @@ def prepared(tables: dict[str, Tensor]) -> dict[str, Tensor]:
     inverse, info = torch.linalg.inv_ex(matrix.double())
     if info.any() or not torch.isfinite(inverse).all():
         raise FormatError("a head's learned rotation is singular: calibrate again")
-    return tables | {"rotation": matrix.float(), "unrotation": inverse.float()}
+    return tables | {"unrotation": inverse.float()}
 
 
 def inverse_matrix(tables: dict[str, Tensor]) -> Tensor:

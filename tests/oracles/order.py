@@ -107,3 +107,26 @@ def listed(x: NDArray[np.generic], side: str) -> NDArray[np.generic]:
     t, h_kv, d = x.shape
     tokens, channels_of = zip(*fragments(t, d, side), strict=True)
     return np.stack([x[list(tokens), head, list(channels_of)] for head in range(h_kv)])
+
+
+def band_places(side: str, bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Token and place in the band of each code of a tile: int [16 pairs of lanes, 32 codes] each, number by number.
+
+    The lanes' rows of four codes: with 3 and 4 bits each has a half word, whose nibbles are codes; with 2 bits two of
+    them share the nibbles of a half word, with 1 bit all four. Of two lanes the first has the low halves of words.
+    """
+    tokens, places = np.zeros((2, 16, 32), int)
+    for pair in range(16):
+        for code in range(32):
+            if bits >= 3:
+                row, nibble = divmod(code, 8)
+            else:
+                per_nibble = 4 // bits
+                nibble, row = code // per_nibble % 8, code // (8 * per_nibble) * per_nibble + code % per_nibble
+            lane, number = 2 * pair + nibble // 4, nibble % 4
+            r, c, step, upper, half, e = lane // 4, lane % 4, row // 2, row % 2, number // 2, number % 2
+            inner, outer = 8 * half + 2 * c + e, 16 * step + 8 * upper + r
+            if side == "key":  # the operand's rows are tokens: of a band's channels 16 stand in each half of the head
+                inner, outer = 8 * upper + r, 16 * half + 8 * step + 2 * c + e
+            tokens[pair, code], places[pair, code] = inner, outer
+    return tokens, places

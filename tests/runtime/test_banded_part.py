@@ -8,16 +8,13 @@ import torch
 
 from artifacts import Banded, Dense, Format, FormatError, LayerFormat, PageGeometry, PageShape, Rotate
 from artifacts.codes import unpack
-from artifacts.errors import UnsupportedModelError
+from artifacts.order import TILE, band_order
 from artifacts.parts.banded import BAND
-from runtime import jit
-from runtime.attention import check
 from runtime.codec import Codec, PagePool
-from runtime.pack_units import plan
 from runtime.parts import banded, rotate
-from runtime.units import units
 from tests.formats import cache_numbers, random_bundle, random_tensors
 from tests.oracles.codebooks import rounded
+from tests.oracles.order import band_places
 
 U = 2.0**-24
 H, T = 3, 32
@@ -47,16 +44,21 @@ def test_codes_are_the_nearest_signposts_of_their_band(bits, most, d, side):
     pool.write(torch.tensor([0, 1]), fields)
     tables = {name: table.numpy() for name, table in codec.tables.items()}
     assert len(set(tables["widths"].flatten())) > 1 or bits == most
-    stored = pool.heads.numpy()[..., : 4 * T * round(bits * d // BAND)].copy().view("<u4").reshape(2, H, T, -1)
+    size = 4 * T * round(bits * d // BAND)
+    stored = pool.heads.numpy()[..., :size].copy().view("<u4").reshape(2, H, T // TILE, -1, 16)
     for head in range(H):
         start = 0
         for band, width in enumerate(tables["widths"][head].tolist()):
-            words = stored[:, head, :, start : start + width]
+            words = stored[:, head, :, start : start + width].swapaxes(-1, -2)  # page, tile, two lanes, word
             start += width
-            codes = unpack(np.ascontiguousarray(words)[..., None, :], width) if width else np.zeros((2, T, BAND), int)
+            codes = np.zeros((2, T // TILE, TILE, BAND), int)
+            if width:
+                tokens, places = band_places(side, width)
+                codes[:, :, tokens, places] = unpack(np.ascontiguousarray(words)[..., None, :], width)
+            codes = codes.reshape(2, T, BAND)
             half = np.arange(BAND // 2) + band * BAND // 2  # of keys: as many channels of each half of the head
             channels = np.concatenate([half, half + d // 2]) if side == "key" else np.arange(BAND) + band * BAND
-            book = tables["signposts"][head, band, : 1 << width].astype(np.float64)
+            book = rounded(tables["signposts"][head, band, : 1 << width], width or 1).astype(np.float64)
             scale, zero = (tables[name][head, channels].astype(np.float64) for name in ("scale", "zero"))
             numbers = x[:, :, head, channels].double().numpy()
             value = zero + scale * book[codes]
@@ -105,11 +107,13 @@ def test_edges_are_what_a_tie_falls_below():
         "scale": torch.ones(1, 32),
         "zero": torch.zeros(1, 32),
         "widths": torch.ones(1, 1, dtype=torch.uint8),
-        "signposts": torch.tensor([[[-0.5, 1.0]]]),
+        "signposts": torch.tensor([[[-63 / 127, 1.0]]]),
     }
-    x = torch.tensor([0.25, 0.2500001, -2.0, 3.0]).repeat(128).reshape(1, 16, 1, 32)
-    fields, decoded = banded.encode(part, shape, x, None, tables)
-    assert torch.equal(decoded.flatten()[:4], torch.tensor([-0.5, 1.0, -0.5, 1.0]))
+    book = banded.signposts(tables)[0, 0]
+    edge = banded.edges(book)
+    x = torch.cat([edge, torch.nextafter(edge, torch.tensor(1.0)), torch.tensor([-2.0, 3.0])])
+    fields, decoded = banded.encode(part, shape, x.repeat(128).reshape(1, 16, 1, 32), None, tables)
+    assert torch.equal(decoded.flatten()[:4], book.repeat(2))
     assert torch.equal(banded.decode(part, shape, fields, tables), decoded)
 
 
@@ -197,12 +201,53 @@ def banded_layer() -> LayerFormat:
     )
 
 
-def test_kernels_for_gpus_say_what_they_lack():
-    key = PageGeometry.of(banded_layer().key, 2, 128, "key")
-    value = PageGeometry.of(banded_layer().value, 2, 128, "value")
-    with pytest.raises(jit.KernelError, match="key: the kernels cannot read codes of banded widths yet; take device="):
-        check(key, value, 2, torch.float16)
-    with pytest.raises(jit.KernelError, match="codes of banded widths and learned rotations yet: use the torch codec"):
-        plan(value, None, torch.float16, "sm_90a")
-    with pytest.raises(UnsupportedModelError, match="cannot do codes of banded widths and learned rotations yet"):
-        units(random_bundle([banded_layer()], 2, 2, 128))
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_kernels_read_the_same_numbers(side):
+    """zero + scale * byte / 128 of what attention reads is what the codec decodes to: up to roundings of scales, zero
+    points and their product, of the number's size and that of scale and zero point."""
+    codec = codec_of(2.25, 4, 128, side)
+    codec.tables["widths"][0] = torch.tensor([0, 4, 4, 1])
+    fields, decoded = codec.encode(pages(128))
+    known = banded.kernel_tables(codec.tables, codec.geometry.shape)
+    books = known["bands"][..., :16].view(torch.int8).double()
+    numbers = known["bands"][..., 16:].contiguous().view(torch.int32)
+    assert torch.equal(numbers[..., 0], codec.tables["widths"].int())
+    assert numbers[..., 1].tolist() == [[sum(row[:i]) for i in range(4)] for row in codec.tables["widths"].tolist()]
+    plain = codec.tables | {"scale": torch.ones(H, 128), "zero": torch.zeros(H, 128)}
+    values = banded.decode(codec.geometry.format.banded, codec.geometry.shape, fields, plain)
+    rounded_values = banded.signposts(codec.tables)
+    order = torch.from_numpy(band_order(128, side))
+    for head in range(H):
+        for band in range(4):
+            width, channels = int(codec.tables["widths"][head, band]), order[band * BAND : (band + 1) * BAND]
+            chosen = (values[:, :, head, channels, None] == rounded_values[head, band, : 1 << width]).int().argmax(-1)
+            byte = books[head, band][chosen]
+            scale, zero = (known[name][head, channels].double() for name in ("scale", "zero"))
+            got, wanted = zero + scale * byte / banded.UNITS, decoded[:, :, head, channels].double()
+            size = codec.tables["scale"][head, channels].double() + zero.abs() + (scale * byte / banded.UNITS).abs()
+            assert ((got - wanted).abs() <= 6 * U * size).all()
+
+
+def test_kernels_search_a_tree_of_edges():
+    """From node 1 on, to the right where a number exceeds the edge: so it ends at the code that the codec finds."""
+    codec = codec_of(2.25, 4, 128)
+    for head, (widths, trees) in enumerate(zip(codec.tables["widths"], banded.pack_tables(codec.tables), strict=True)):
+        for band, (width, tree) in enumerate(zip(widths.tolist(), trees, strict=True)):
+            book = banded.signposts(codec.tables)[head, band, : 1 << width]
+            between = banded.edges(book)
+            x = torch.cat([torch.linspace(-1.1, 1.1, 64), between])
+            at = torch.ones(len(x), dtype=torch.int64)
+            for _ in range(width):
+                at = 2 * at + (x > tree[at])
+            assert torch.equal(at - (1 << width), torch.searchsorted(between, x))
+            assert torch.equal(tree[16 : 16 + (1 << width)], book)
+            assert int(tree[:1].view(torch.int32)) == width | int(widths[:band].sum()) << 8
+
+
+def test_signposts_beyond_the_range_of_numbers_are_refused():
+    """A byte would not hold them."""
+    bundle = random_bundle([banded_layer()], 6, H, 128)
+    tensors = dict(bundle.tensors)
+    tensors["layers.0.key.signposts"] = tensors["layers.0.key.signposts"] * 3
+    with pytest.raises(FormatError, match=r"layers.0.key.signposts of bands lie outside \[-1, 1\]"):
+        dataclasses.replace(bundle, tensors=tensors)

@@ -42,4 +42,4 @@ def test_ranks_make_the_pages_of_one(name, fmt, side):
 
 def test_formats_of_all_kinds_are_among_them():
     kinds = {kind for _, fmt, _ in WITHIN for kind in (*fmt.parts, *fmt.transforms)}
-    assert kinds == {"dense", "sparse", "lowrank", "sketch", "center", "rotate"}
+    assert kinds == {"dense", "banded", "sparse", "lowrank", "sketch", "center", "rotate"}
