@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from scipy.stats import spearmanr
 
 from artifacts import Bundle
-from benchmarks.quality import LONG
+from benchmarks.quality import LONG, recall_options, recall_prompts, shares
 from calib.__main__ import CONF
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
@@ -31,6 +31,7 @@ from calib.allocation.table import Table
 from calib.config import Settings, TextConfig, register
 from calib.data import Tokens, evaluation_tokens
 from calib.evaluate import evaluate
+from calib.recall import score
 from runtime.hf import load_causal_lm
 
 BUDGETS = ",".join(f"{bits}bits@{n}" for n in ("4K", "32K") for bits in (2.0, 2.33, 2.5, 3.0, 3.33, 4.0))
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=102400)
     parser.add_argument("--random-tokens", type=int, default=4096, help="tokens on which random mixtures are measured")
     parser.add_argument("--dtype", default="float32")
+    recall_options(parser)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     return parser
@@ -84,6 +86,7 @@ class _Bench:
         self.text = evaluation_tokens(text, self.model, tokenizer, options.tokens, options.context, 0)
         windows = max(1, options.random_tokens // options.context)
         self.little = Tokens(self.text.ids[:windows], self.text.source)
+        self.prompts = recall_prompts(options, self.model, tokenizer)
         device = self.model.device
         self.environment = {
             "model": Path(options.model).name,
@@ -111,6 +114,7 @@ class _Bench:
             "seconds_to_solve": solving,
             "choice": _described(bundle),
             **{name: found[name] for name in ("loss_increase", "kl_mean", "kl_p999", "top1")},
+            "recall": {name: score(self.model, groups, bundle)._asdict() for name, groups in self.prompts.items()},
         }
 
     def random(self, seed: int) -> dict[str, float]:
@@ -150,11 +154,15 @@ def _keep(path: Path, found: dict[str, Any]) -> None:
 
 
 def _markdown(found: dict[str, Any]) -> str:
-    lines = ["| budget | bits | loss | KL | KL 99.9% | predicted KL | solved in |", "|---" * 7 + "|"]
+    recall = list(next(iter(found["budgets"].values()), {}).get("recall", {}))
+    titles = ["budget", "bits", "loss", "KL", "KL 99.9%", "predicted KL", "solved in", *recall]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for text, row in found["budgets"].items():
+        known = row.get("recall", {})
         lines.append(
             f"| {text} | {row['bits']:.3f} | {row['loss_increase']:+.4f} | {row['kl_mean']:.4f} | "
             f"{row['kl_p999']:.2f} | {row['predicted_kl']:.4f} | {row['seconds_to_solve']:.2f} s |"
+            + "".join(f" {shares(known.get(name), name)} |" for name in recall)
         )
     if len(found["random"]) > 2:
         pairs = [(row["predicted_kl"], row["kl_mean"]) for row in found["random"]]

@@ -62,7 +62,7 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": {}}
     rows = kept["rows"]
     names = _experiments(options.rows)
-    wanted = _wanted(options)
+    wanted = recall_wanted(options)
     if missing := [name for name in [FULL] * bool(wanted) + names if not _complete(name, rows, wanted)]:
         register()
         bench = _Bench(options)
@@ -75,9 +75,24 @@ def main() -> None:
     print(_markdown([rows[name] for name in [FULL, *names] if name in rows]))
 
 
-def _wanted(options: argparse.Namespace) -> list[tuple[str, int]]:
+def recall_wanted(options: argparse.Namespace) -> list[tuple[str, int]]:
     """Tasks and lengths of recall."""
     return [(task, int(n)) for task in ("passkey", "lookup") for n in getattr(options, task).split(",") if n]
+
+
+def recall_prompts(options: argparse.Namespace, model: PreTrainedModel, tokenizer: Any) -> dict[str, list[Prompts]]:
+    """The texts of recall by task and length."""
+    wanted = recall_wanted(options)
+    filler = Path(options.filler).read_text(encoding="utf-8") if wanted else ""
+    return {f"{task} {n}": prompts(model, trials(tokenizer, filler, task, n, options.trials)) for task, n in wanted}
+
+
+def recall_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that these texts depend on."""
+    parser.add_argument("--passkey", default="", metavar="N,N", help="lengths in tokens at which pass keys are hidden")
+    parser.add_argument("--lookup", default="", metavar="N,N", help="lengths in tokens at which records are looked up")
+    parser.add_argument("--filler", help="text that both stand in")
+    parser.add_argument("--trials", type=int, default=20, help="texts for each task and length")
 
 
 def _complete(name: str, rows: dict[str, Any], wanted: list[tuple[str, int]]) -> bool:
@@ -93,11 +108,7 @@ class _Bench:
         data, text = TextConfig("text", options.data), TextConfig("text", options.eval)
         self.calibration = calibration_tokens(data, self.model, tokenizer, options.samples, options.seqlen, 0)
         self.text = evaluation_tokens(text, self.model, tokenizer, options.tokens, options.context, 0)
-        wanted = _wanted(options)
-        filler = Path(options.filler).read_text(encoding="utf-8") if wanted else ""
-        self.prompts: dict[str, list[Prompts]] = {
-            f"{task} {n}": prompts(self.model, trials(tokenizer, filler, task, n, options.trials)) for task, n in wanted
-        }
+        self.prompts = recall_prompts(options, self.model, tokenizer)
         self.environment = _environment(options, self.model)
 
     def completed(self, name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--passkey", default="", metavar="N,N", help="lengths in tokens at which pass keys are hidden")
-    parser.add_argument("--lookup", default="", metavar="N,N", help="lengths in tokens at which records are looked up")
-    parser.add_argument("--filler", help="text that both stand in")
-    parser.add_argument("--trials", type=int, default=20, help="texts for each task and length")
+    recall_options(parser)
     parser.add_argument("--device", default="auto")
     return parser
 
@@ -187,12 +195,12 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
             cells[1:3] = f"{row['bits']:.2f}", f"{row['bits_long']:.2f}"
             for i, part in ((3, row), (6, row["no_window"])):
                 cells[i : i + 3] = f"{part['loss_increase']:+.4f}", f"{part['kl_mean']:.4f}", f"{part['kl_p999']:.2f}"
-        cells += [_shares(row.get("recall", {}).get(name), name) for name in recall]
+        cells += [shares(row.get("recall", {}).get(name), name) for name in recall]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _shares(found: dict[str, float] | None, name: str) -> str:
+def shares(found: dict[str, float] | None, name: str) -> str:
     """Digits too where whole numbers alone say little: the reference model finds few of the records it is asked for."""
     if found is None:
         return "-"
