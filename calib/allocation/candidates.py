@@ -85,11 +85,15 @@ class Candidates:
         return [[None if exact[layer] else LayerRecipe(pair) for layer in range(l)] for pair in pairs]
 
     def check(self, h_kv: int, d: int) -> None:
-        """Raises FormatError for a candidate that does not fit the model."""
+        """Raises FormatError, which names it and the way out, for a candidate that does not fit the model."""
         for side in SIDES:
             for name in self.names(side):
                 for filling in self.fillings:
-                    PageGeometry.of(self.format(side, name, filling), h_kv, d, side)
+                    try:
+                        PageGeometry.of(self.format(side, name, filling), h_kv, d, side)
+                    except FormatError as error:
+                        others = "; candidates=plain has no bands" if self.variants[side][name].get("banded") else ""
+                        raise FormatError(f"candidates.{side}.variants.{name}: {error}{others}") from error
 
     def costs(self, side: SideName, h_kv: int, d: int, n: int) -> tuple[list[int], list[int]]:
         """Bytes of every candidate of one side of one layer at n tokens, and how many sinks it keeps.

@@ -30,6 +30,7 @@ from runtime.hf_model import rotary
 from runtime.rope import Rotation
 
 SMALL = (
+    "candidates=plain",
     "candidates.fillings=[{t: 16, sinks: 1}, {t: 16, sinks: 1, recent: 32}]",
     "candidates.bins=512",
     "candidates.tokens=96",
@@ -225,6 +226,15 @@ def test_the_default_candidates_fit_common_models(settings):
         Candidates.of(settings("model=tiny").config.candidates).check(h_kv, d)
 
 
+def test_a_head_whose_bands_have_no_such_mean_is_told_the_way_out(settings):
+    reason = (
+        "candidates.key.variants.band-0.5: banded.bits=0.5: the widths of a head's 3 bands .* candidates=plain has no"
+    )
+    with pytest.raises(FormatError, match=reason):
+        Candidates.of(settings("model=tiny").config.candidates).check(8, 96)
+    Candidates.of(settings("model=tiny", "candidates=plain").config.candidates).check(8, 96)
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 
@@ -237,7 +247,7 @@ def test_a_budget_becomes_a_bundle_and_the_next_one_needs_no_model(calib, local,
     monkeypatch.chdir(tmp_path)
     done = calib(*local, "budget=4bits@1K")
     assert done.code == 0, done.err
-    assert sorted(p.name for p in (tmp_path / "bundles").iterdir()) == ["two-auto-4bits@1K", "two-default.table"]
+    assert sorted(p.name for p in (tmp_path / "bundles").iterdir()) == ["two-auto-4bits@1K", "two-plain.table"]
     first = artifacts.load("bundles/two-auto-4bits@1K")
     monkeypatch.setattr(job, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
     done = calib(*local, "budget=3.2bits@1K", "out=bundles/small")
@@ -268,7 +278,7 @@ BAD = {
     "budget=16bits@1K": "full precision takes 16 bits",
     "budget=1GiB@1K": "full precision takes [0-9]+ bytes at 1024 tokens, which fits",
     "budget=0.5bits@1K": "the smallest of the candidates take [0-9]+ bytes together, the budget allows 16384",
-    "budget=4bits@1K candidates=foo": "candidates=foo: known are banded, default",
+    "budget=4bits@1K candidates=foo": "candidates=foo: known are banded, plain",
     "budget=4bits@1K candidates.bins=100": "candidates.bins=100: allowed are",
     "budget=4bits@1K candidates.tokens=0": "candidates.tokens=0 must be at least 1",
     "budget=4bits@1K seqlen=16": "seqlen=16 does not fill a page behind the sinks: set seqlen to at least 17",
@@ -330,7 +340,7 @@ def test_tables_that_cannot_be_used(calib, local, tmp_path, tabled, tiny_model, 
     done = calib(*local, f"model.path={other}", "model.name=other", *at)
     assert (done.code, f"table={tabled} was measured for two-layers, not for model=other" in done.err) == (2, True)
     done = calib(*local, *at, "candidates.seed=1")
-    assert (done.code, "was measured for other candidates than default" in done.err) == (2, True)
+    assert (done.code, "was measured for other candidates than plain" in done.err) == (2, True)
     copy = tmp_path / "copy.table"
 
     def newer(path):

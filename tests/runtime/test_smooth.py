@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from artifacts import Dense
+from artifacts import Dense, Format, Sketch
 from runtime.parts.dense import codebook
 from runtime.smooth import FAST_PAIRS, FUNCTIONS, TOKENS, WARPS, WORST, decompose, functions, is_smooth
 from runtime.units import byte_grid, fits_bytes
@@ -84,7 +84,7 @@ def test_codebooks_are_whole_numbers_of_units(bits, name):
     part = Dense(bits, "token", codebook=name)
     drawn = torch.rand(1 << bits, generator=torch.Generator().manual_seed(bits)).mul(2).sub(1).sort().values
     values = codebook(part, 128, {"signposts": drawn}, torch.device("cpu")).double()
-    unit, origin = byte_grid(part)
+    unit, origin = byte_grid(Format(64, part))
     numbers = (values - origin) / unit
     assert (numbers - numbers.round()).abs().max() < 1e-4
     assert numbers.round().abs().max() <= 127
@@ -95,7 +95,7 @@ def test_codebooks_are_whole_numbers_of_units(bits, name):
     "part", [None, Dense(8, "token"), Dense(2, "token", codebook="nf"), Dense(3, "token", codebook="nuq-qnorm")]
 )
 def test_other_codebooks_are_not(part):
-    assert byte_grid(part) == (0.0, 0.0)
+    assert byte_grid(Format(64, part, sketch=None if part else Sketch(64))) == (0.0, 0.0)
 
 
 def test_numbers_beyond_one_do_not_fit_bytes():
