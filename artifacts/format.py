@@ -29,7 +29,7 @@ class Format:
     window  tokens in full precision
     domain  `pre_rope`: keys before rotary embedding; `post_rope`: keys after it, and values
     center  means taken off first, or None
-    rotate  orthogonal matrix applied next, or None
+    rotate  matrix applied next, or None
     """
 
     t: int

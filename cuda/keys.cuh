@@ -13,7 +13,6 @@ struct Keys {
     using KeyStage = typename L::KeyStage;
     static constexpr int D = L::D, NT = L::NT, STEPS = L::STEPS, SHARE = L::SHARE;
     static constexpr bool CHANNELS = K::SCALES == Scales::CHANNEL_PAGE || K::SCALES == Scales::CHANNEL_BUNDLE;
-    static constexpr int BITS = L::KEY_BITS;
     using Table = typename L::KeyTable;
     using Words = typename L::KeyWords;
 

@@ -24,7 +24,7 @@ struct Merge {
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
     // A row of P goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
-    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : 2 * D;  // floats
+    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : D;  // floats
 
     // All threads of a block of D; shared: f32 [SHARED]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {

@@ -1,7 +1,6 @@
-// Formats whose numbers go through a matrix product as they came: rotated ones with norms, or with widths by band behind matrices of heads, and sketches of the numbers
-// themselves. A
-// warp takes 16 or 32 tokens of a head at a time from the input to codes or signs in registers, while the next head's come: the sums of the matrix instruction lie in lanes
-// just as codes do in pages (artifacts/order.py).
+// Formats whose numbers go through a matrix product as they came: rotated ones with norms, or with widths by band behind matrices of heads,
+// and sketches of the numbers themselves. A warp takes 16 or 32 tokens of a head at a time from the input to codes or signs in registers,
+// while the next head's come: the sums of the matrix instruction lie in lanes just as codes do in pages (artifacts/order.py).
 //
 // A norm is that of the numbers before they are rotated, which is the same but for rounding.
 #pragma once

@@ -20,8 +20,8 @@ struct Source {
 // tile, each with its own stage.
 template <typename S, int D, bool KEY, int PARTS>
 struct Stage {
-    static constexpr bool SHARED_OUT = !S::BANDED;  // a part has its own codes: how many bytes a band's are, depends on the head
-    static constexpr int CODE_BYTES = SHARED_OUT ? S::TILE_BYTES / PARTS : S::TILE_BYTES;
+    static constexpr bool SPLIT_CODES = !S::BANDED;  // a part has its own codes: how many bytes a band's are, depends on the head
+    static constexpr int CODE_BYTES = SPLIT_CODES ? S::TILE_BYTES / PARTS : S::TILE_BYTES;
     static constexpr int GROUPS = D / S::SCALE_CHANNELS;  // of channels that share a token's scale
     // Those of a part's values; a part's keys have channels all over the head.
     static constexpr int OWN_GROUPS = KEY ? GROUPS : S::SCALE_CHANNELS * PARTS <= D ? GROUPS / PARTS : 1;
@@ -52,7 +52,7 @@ struct Stage {
     // Piece q of a part of tile `tile` of a page.
     static __device__ __forceinline__ Source piece(int q, int tile, int part) {
         const int at = q * 16;
-        if (at < SCALE) return {false, S::CODES + tile * S::TILE_BYTES + (SHARED_OUT ? part * CODE_BYTES : 0) + at};
+        if (at < SCALE) return {false, S::CODES + tile * S::TILE_BYTES + (SPLIT_CODES ? part * CODE_BYTES : 0) + at};
         if (at < ZERO) return {S::SCALE_IN_RECORD != 0, S::SCALE + scale(at - SCALE, tile, part)};
         if (at < LEFT) return {S::SCALE_IN_RECORD != 0, S::ZERO + scale(at - ZERO, tile, part)};
         if (at < SIGNS) return {false, S::LEFT + tile * LEFT_BYTES + at - LEFT};

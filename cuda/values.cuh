@@ -12,7 +12,6 @@ struct Values {
     using V = typename C::Value;
     using ValueStage = typename L::ValueStage;
     static constexpr int D = L::D, NT = L::NT, SHARE = L::SHARE;
-    static constexpr int BITS = L::VALUE_BITS;
     using Table = typename L::ValueTable;
     using Words = typename L::ValueWords;
 

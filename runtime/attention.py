@@ -148,6 +148,7 @@ class PagedAttention:
         if side.format.rotate:
             inverse = rotate.inverse_matrix(rotate.prepared(moved))
             moved["rotation"] = inverse if side.shape.side == "value" else inverse.mT
+            moved.pop("unrotation", None)
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
     def module(self, rows: int) -> jit.Module:

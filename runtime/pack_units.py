@@ -246,7 +246,8 @@ def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
     if fmt.rotate and fmt.banded:
         return fmt.rotate.kind == "learned" and fmt.sketch is None
     if fmt.rotate:
-        return fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
+        norms = fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
+        return norms and fmt.rotate.kind != "learned"  # which changes them
     return fmt.sketch is not None and fmt.dense is None
 
 
@@ -279,7 +280,7 @@ def pack_unit(
 
 def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
     """For formats with factors and a sketch: packs the sketch of what is left, float32 [p, t, h_kv, d], and no more."""
-    numbers = "BITS = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
+    numbers = "BITS = 0, BANDED = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
     scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
     left = f"Left : Side {{ static constexpr int {numbers}; {scales} }}"
     return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch))
@@ -288,7 +289,14 @@ def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
 def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
     """`plan` of `sketch_unit`."""
     alone = replace(
-        geometry.format, dense=None, sparse=None, lowrank=None, center=None, rotate=None, domain="post_rope"
+        geometry.format,
+        dense=None,
+        banded=None,
+        sparse=None,
+        lowrank=None,
+        center=None,
+        rotate=None,
+        domain="post_rope",
     )
     return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
 

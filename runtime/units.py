@@ -25,7 +25,7 @@ WRITE_THREADS = 512
 
 
 def scale_kind(geometry: PageGeometry) -> str:
-    """Which of `sides.cuh`'s kinds of scales the dense part has."""
+    """Which of `sides.cuh`'s kinds of scales the codes have."""
     part = geometry.format.dense
     if geometry.format.banded:
         return "CHANNEL_BUNDLE"
@@ -145,7 +145,7 @@ attend(const __grid_constant__ signpost::AttendParams params) {{
 }}
 extern "C" __global__ void __launch_bounds__({d})
 merge(const __grid_constant__ signpost::MergeParams params) {{
-    __shared__ float shared[signpost::Merge<Shape>::SHARED];
+    __shared__ __align__(16) float shared[signpost::Merge<Shape>::SHARED];
     signpost::Merge<Shape>::run(params, shared);
 }}
 extern "C" __global__ void __launch_bounds__({WRITE_THREADS})

@@ -214,6 +214,11 @@ def _banded_cases() -> list[Case]:
             Format(64, banded=Banded(4.0), center=Center(), rotate=Rotate("haar")),
             Rope(32, "half", 1.125, "default"),
         ),
+        _banded(
+            1, 2, 128,
+            Format(32, banded=Banded(2.0), lowrank=LowRank(2, 1), sketch=Sketch(64), window=one),
+            Format(32, Dense(4, "head", codebook="lloyd", normalize="norm"), window=one, rotate=learned),
+        ),
     ]  # fmt: skip
 
 

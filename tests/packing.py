@@ -27,6 +27,11 @@ def exact_tensors(fmt: Format, h_kv: int, d: int, seed: int = 0) -> dict[str, np
         matrices = [np.eye(d)[rng.permutation(d)] * rng.choice([-1, 1], d) for _ in range(h_kv)]
         learned = fmt.rotate.kind == "learned"
         tensors["rotation"] = np.stack(matrices).astype(np.int8) if learned else matrices[0].astype(np.float32)
+        if "scale" in tensors:  # of numbers behind this matrix
+            x = cache_numbers((256, h_kv, d), seed).astype(np.float64)
+            x = np.einsum("nhc,hcd->nhd", x, tensors["rotation"].astype(np.float64)) if learned else x @ matrices[0]
+            low, high = x.min(0), x.max(0)
+            tensors |= {"scale": ((high - low) / 2).astype(np.float32), "zero": ((high + low) / 2).astype(np.float32)}
     if fmt.center:
         tensors["mean"] = on_grid(tensors["mean"])
     for name in ("sketch", "outlier_sketch"):

@@ -17,7 +17,7 @@ def prepared(tables: dict[str, Tensor]) -> dict[str, Tensor]:
     inverse, info = torch.linalg.inv_ex(matrix.double())
     if info.any() or not torch.isfinite(inverse).all():
         raise FormatError("a head's learned rotation is singular: calibrate again")
-    return tables | {"unrotation": inverse.float()}
+    return tables | {"unrotation": inverse.float().contiguous()}
 
 
 def inverse_matrix(tables: dict[str, Tensor]) -> Tensor:

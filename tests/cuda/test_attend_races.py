@@ -74,7 +74,7 @@ inline void attend(const signpost::AttendParams& params) {{
     {meeting}
     {then}
 }}
-inline void merge(const signpost::MergeParams&) {{ __shared__ float shared[2]; }}
+inline void merge(const signpost::MergeParams&) {{ __shared__ __align__(16) float shared[2]; }}
 inline void write_tokens(const signpost::WriteParams&) {{}}
 """
 
