@@ -67,20 +67,25 @@ struct BandCodes {
     }
     static __device__ __forceinline__ unsigned half_word(const unsigned char* at) { return *reinterpret_cast<const unsigned short*>(at); }
 
+    // What is taken off of halves (1024 + 128 + byte) / 128: 9, so that they count as bytes do; and where bytes of 4 bits are to count from -63 to 63
+    // like others, 9.5.
+    static constexpr unsigned AS_BYTES = 0xC880C880u, CENTRED = 0xC8C0C8C0u;
+
     // The numbers of a step as a first operand of halves: of its rows r and r + 8.
-    static __device__ __forceinline__ void fragment(unsigned row, unsigned upper, unsigned (&a)[4]) {
+    static __device__ __forceinline__ void fragment(unsigned row, unsigned upper, unsigned less, unsigned (&a)[4]) {
         const unsigned x = row ^ 0x80808080u, y = upper ^ 0x80808080u;  // 128 more: bytes without a sign
-        a[0] = halves(x, 0x4140u), a[1] = halves(y, 0x4140u), a[2] = halves(x, 0x4342u), a[3] = halves(y, 0x4342u);
+        a[0] = halves(x, 0x4140u, less), a[1] = halves(y, 0x4140u, less), a[2] = halves(x, 0x4342u, less), a[3] = halves(y, 0x4342u, less);
     }
-    // Byte b as the half 1024 + b, of which (1024 + 128) / 128 are taken off.
-    static __device__ __forceinline__ unsigned halves(unsigned bytes, unsigned which) { return fma2(permute(bytes, 0x64646464u, which), 0x20002000u, 0xC880C880u); }
+    static __device__ __forceinline__ unsigned halves(unsigned bytes, unsigned which, unsigned less) {
+        return fma2(permute(bytes, 0x64646464u, which), 0x20002000u, less);  // byte b as the half 1024 + b
+    }
 };
 
 // The bands' codes of one tile, in place of LaneWords (cuda/fragments.cuh).
 struct BandWords {
     using Base = const Band*;
     const unsigned char* from;
-    unsigned bytes[4];  // of a band
+    unsigned bytes[4], less;  // of a band
 
     // bands: those of the warp's steps.
     static __device__ __forceinline__ Base base(const unsigned char* bands, int lane) { return reinterpret_cast<const Band*>(bands); }
@@ -96,8 +101,9 @@ struct BandWords {
             if (band.width) BandCodes::load<1, 0>(band.width, from + band.start * BandCodes::ROW, &band.book, found);
 #pragma unroll
             for (int g = 0; g < 4; ++g) bytes[g] = found[0][g];
+            less = band.width == 4 ? BandCodes::CENTRED : BandCodes::AS_BYTES;
         }
-        BandCodes::fragment(bytes[S % 2 * 2], bytes[S % 2 * 2 + 1], a);
+        BandCodes::fragment(bytes[S % 2 * 2], bytes[S % 2 * 2 + 1], less, a);
     }
 };
 
@@ -110,6 +116,10 @@ struct BandTable {
 
     __device__ __forceinline__ void fetch(const unsigned char* bands, int head) {
         if (threadIdx.x < PIECES) fetched = reinterpret_cast<const uint4*>(bands)[head * PIECES + threadIdx.x];
+    }
+    // Where bytes of 4 bits count from 0 on (AS_BYTES), zero points are so many scales less: half a unit of UNIT 1 / 128 times 64.
+    static __device__ __forceinline__ float origin(const unsigned char* bands, int head, int band) {
+        return reinterpret_cast<const Band*>(bands)[head * (D / 32) + band].width == 4 ? 0.5f : 0.f;
     }
     __device__ __forceinline__ void put(unsigned char* to) const {
         if (threadIdx.x < PIECES) reinterpret_cast<uint4*>(to)[threadIdx.x] = fetched;

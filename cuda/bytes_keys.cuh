@@ -134,8 +134,8 @@ struct ByteKeys {
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
                     unsigned x[2][4];
-                    BandCodes::fragment(a[tile][0], a[tile][1], x[0]);
-                    BandCodes::fragment(a[tile][2], a[tile][3], x[1]);
+                    BandCodes::fragment(a[tile][0], a[tile][1], BandCodes::AS_BYTES, x[0]);
+                    BandCodes::fragment(a[tile][2], a[tile][3], BandCodes::AS_BYTES, x[1]);
                     turn(rope, x, fast, turned[tile]);
                 }
             } else {

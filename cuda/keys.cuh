@@ -24,6 +24,8 @@ struct Keys {
     static constexpr bool FETCHED = K::SCALES == Scales::CHANNEL_BUNDLE;
     static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
     float fetched_scale[EACH], fetched_zero[EACH];
+    static constexpr bool BYTE_ORIGIN = L::BYTES && K::BANDED > 0;
+    float fetched_origin[BYTE_ORIGIN ? EACH : 1];
     BandTable<D, L::THREADS> bands;
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
@@ -43,6 +45,7 @@ struct Keys {
                 // Where a tile needs them: in the order of pages with scales of their own.
                 const int channel = L::CHANNELS_FOLDED ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
                 if (i < D) fetched_scale[k] = at.params.key.scale[at.head * D + channel], fetched_zero[k] = at.params.key.zero[at.head * D + channel];
+                if constexpr (BYTE_ORIGIN) fetched_origin[k] = BandTable<D, L::THREADS>::origin(at.params.key.bands, at.head, channel % (D / 2) / 16);
             }
         }
     }
@@ -55,6 +58,7 @@ struct Keys {
             for (int k = 0; k < EACH; ++k) {
                 const int i = threadIdx.x + k * L::THREADS;
                 if (i >= D) continue;
+                if constexpr (BYTE_ORIGIN) fetched_zero[k] = fmaf(-fetched_origin[k], fetched_scale[k], fetched_zero[k]);
                 if constexpr (L::CHANNELS_FOLDED) at.floats(L::KEY_SCALE)[i] = fetched_scale[k], at.floats(L::KEY_ZERO)[i] = fetched_zero[k];
                 else at.halves(L::KEY_SCALE)[i] = to_half(fetched_scale[k]), at.halves(L::KEY_ZERO)[i] = to_half(fetched_zero[k]);
             }

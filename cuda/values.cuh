@@ -22,6 +22,8 @@ struct Values {
     static constexpr bool FETCHED = V::SCALES == Scales::CHANNEL_BUNDLE;
     static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
     float fetched_scale[EACH], fetched_zero[EACH];
+    static constexpr bool BYTE_ORIGIN = L::BYTES && V::BANDED > 0;
+    float fetched_origin[BYTE_ORIGIN ? EACH : 1];
     BandTable<D, L::THREADS> bands;
     // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
     unsigned scaled[NT][2], plain[NT][2];
@@ -41,6 +43,7 @@ struct Values {
             for (int k = 0; k < EACH; ++k) {
                 const int i = threadIdx.x + k * L::THREADS;
                 if (i < D) fetched_scale[k] = at.params.value.scale[at.head * D + i], fetched_zero[k] = at.params.value.zero[at.head * D + i];
+                if constexpr (BYTE_ORIGIN) fetched_origin[k] = BandTable<D, L::THREADS>::origin(at.params.value.bands, at.head, min(i, D - 1) / 32);
             }
         }
     }
@@ -51,6 +54,7 @@ struct Values {
             for (int k = 0; k < EACH; ++k) {
                 const int i = threadIdx.x + k * L::THREADS;
                 if (i >= D) continue;
+                if constexpr (BYTE_ORIGIN) fetched_zero[k] = fmaf(-fetched_origin[k], fetched_scale[k], fetched_zero[k]);
                 reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(fetched_scale[k], fetched_zero[k]);
             }
         }

@@ -219,6 +219,11 @@ def _banded_cases() -> list[Case]:
             Format(32, banded=Banded(2.0), lowrank=LowRank(2, 1), sketch=Sketch(64), window=one),
             Format(32, Dense(4, "head", codebook="lloyd", normalize="norm"), window=one, rotate=learned),
         ),
+        _banded(
+            4, 2, 128,
+            Format(64, banded=Banded(4.0), window=one, domain=before),
+            Format(64, banded=Banded(4.0), window=one, rotate=learned),
+        ),
     ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ UNITS = 128  # of one, in which kernels count a band's numbers
 
 
 def kernel_tables(tables: dict[str, Tensor], shape: PageShape) -> dict[str, Tensor]:
-    """What attention reads of a side: numbers are zero + scale * byte / UNITS.
+    """What attention reads of a side: numbers are zero + scale * byte / UNITS, of 4 bits zero + scale * (byte - 64) / UNITS.
 
     bands: uint8 [h_kv, bands, 32], `Band` of cuda/bands.cuh: 16 bytes of the codes, -127 to 127 (of 4 bits: 0 to 127),
     then the width and how many bits stand before, as 32-bit numbers. scale, zero: float32 [h_kv, d]. A band of width 0
@@ -81,7 +81,7 @@ def kernel_tables(tables: dict[str, Tensor], shape: PageShape) -> dict[str, Tens
     bands = torch.cat([book.to(torch.int8).view(torch.uint8), numbers.view(torch.uint8)], -1)
     of_channel = torch.empty(shape.d, dtype=torch.int64, device=device)
     of_channel[_order(shape, device)] = torch.arange(shape.d, device=device) // BAND
-    only = torch.where(widths == 0, signposts(tables)[..., 0], -origin / steps)  # where all bytes of a band are 0
+    only = torch.where(widths == 0, signposts(tables)[..., 0], 0.0)  # what a band without codes stands for
     return {
         "bands": bands,
         "scale": tables["scale"] * torch.where(widths == 0, 0.0, UNITS / steps)[:, of_channel],

@@ -248,7 +248,9 @@ def test_factors_sketches_and_rotation():
         check(case(formats), [1, 300])
 
 
-@pytest.mark.parametrize("given", CASES[:-9:12] + CASES[-9:], ids=lambda given: given.name)  # and all of widths by band
+@pytest.mark.parametrize(
+    "given", CASES[:-10:12] + CASES[-10:], ids=lambda given: given.name
+)  # and all of widths by band
 def test_formats_of_the_shared_list(given: Case):
     few = replace(given, h_q=given.h_q // given.h_kv * 2, h_kv=2)
     check(few, [1, 5 * max(given.key.t, given.value.t) + 7])
