@@ -64,7 +64,7 @@ UNITS = 128  # of one, in which kernels count a band's numbers
 
 
 def kernel_tables(tables: dict[str, Tensor], shape: PageShape) -> dict[str, Tensor]:
-    """What attention reads of a side: numbers are zero + scale * byte / UNITS, of 4 bits zero + scale * (byte - 64) / UNITS.
+    """What attention reads of a side: numbers are zero + scale * byte / UNITS, where bytes of 4 bits count from 64 on.
 
     bands: uint8 [h_kv, bands, 32], `Band` of cuda/bands.cuh: 16 bytes of the codes, -127 to 127 (of 4 bits: 0 to 127),
     then the width and how many bits stand before, as 32-bit numbers. scale, zero: float32 [h_kv, d]. A band of width 0
