@@ -22,7 +22,7 @@ struct Merge {
     using L = Layout<C>;
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
-    // A row of P goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
+    // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : D;  // floats
 
@@ -84,7 +84,7 @@ struct Merge {
             __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
-            // Every warp multiplies 32 rows of P, so that all of it is under way at once.
+            // Every warp multiplies 32 rows, so that all of the matrix is under way at once.
             const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
             const float4* const rows = reinterpret_cast<const float4*>(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0)) + lane % LANES;
             float4 sum4[PIECES / LANES] = {};

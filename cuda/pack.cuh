@@ -8,7 +8,6 @@
 // (runtime/pack.py).
 #pragma once
 
-#include "pack_bands.cuh"
 #include "pack_dense.cuh"
 #include "pack_direct.cuh"
 #include "pack_lists.cuh"

@@ -175,7 +175,8 @@ def test_transforms_are_done_and_undone(name, fmt, h_kv, d, side):
     y = inner.decode(fields).double().numpy()
     undo = np.linalg.inv(rotation) if rotation.ndim == 3 else rotation.T
     back, size = times(y, undo) + mean, times(np.abs(y), np.abs(undo)) + np.abs(mean)
-    assert (np.abs(approximation.numpy() - back) <= (d + 4) * U * size).all()
+    rounded = 2 if rotation.ndim == 3 else 0  # the inverse's last bit, and the float64 solvers' own
+    assert (np.abs(approximation.numpy() - back) <= (d + 2 + rounded) * U * size).all()
     there = torch.from_numpy(times(x.numpy() - mean, rotation)).float()
     # A code near an edge may fall to either side, so not every number agrees; but how well they are met does.
     errors = [(there.numpy() - numbers).std() for numbers in (y, inner.encode(there)[1].numpy())]
