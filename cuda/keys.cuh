@@ -1,6 +1,7 @@
 // Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, outliers, turn), then meet the query.
 #pragma once
 
+#include "channels.cuh"
 #include "factors.cuh"
 #include "query.cuh"
 
@@ -20,13 +21,7 @@ struct Keys {
     Query<C>& query;
     Turn<K, D, SHARE> rope;
     KeyFactors<L::ROPE, C> factors;
-    // Of the head, channels threadIdx.x + THREADS i.
-    static constexpr bool FETCHED = K::SCALES == Scales::CHANNEL_BUNDLE;
-    static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
-    float fetched_scale[EACH], fetched_zero[EACH];
-    static constexpr bool BYTE_ORIGIN = L::BYTES && K::BANDED > 0;
-    float fetched_origin[BYTE_ORIGIN ? EACH : 1];
-    BandTable<D, L::THREADS> bands;
+    Channels<K, C, true> of_head;
 
     __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
 
@@ -36,33 +31,14 @@ struct Keys {
     }
 
     // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
-    __device__ __forceinline__ void fetch() {
-        if constexpr (K::BANDED > 0) bands.fetch(at.params.key.bands, at.head);
-        if constexpr (FETCHED) {
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                const int i = threadIdx.x + k * L::THREADS;
-                // Where a tile needs them: in the order of pages with scales of their own.
-                const int channel = L::CHANNELS_FOLDED ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
-                if (i < D) fetched_scale[k] = at.params.key.scale[at.head * D + channel], fetched_zero[k] = at.params.key.zero[at.head * D + channel];
-                if constexpr (BYTE_ORIGIN) fetched_origin[k] = BandTable<D, L::THREADS>::origin(at.params.key.bands, at.head, channel % (D / 2) / 16);
-            }
-        }
-    }
+    __device__ __forceinline__ void fetch() { of_head.fetch(at.params.key, at.head); }
 
     // A barrier, `fold` and another barrier follow.
     __device__ __forceinline__ void load() {
-        if constexpr (K::BANDED > 0) bands.put(at.shared + L::KEY_BANDS);
-        if constexpr (FETCHED) {
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                const int i = threadIdx.x + k * L::THREADS;
-                if (i >= D) continue;
-                if constexpr (BYTE_ORIGIN) fetched_zero[k] = fmaf(-fetched_origin[k], fetched_scale[k], fetched_zero[k]);
-                if constexpr (L::CHANNELS_FOLDED) at.floats(L::KEY_SCALE)[i] = fetched_scale[k], at.floats(L::KEY_ZERO)[i] = fetched_zero[k];
-                else at.halves(L::KEY_SCALE)[i] = to_half(fetched_scale[k]), at.halves(L::KEY_ZERO)[i] = to_half(fetched_zero[k]);
-            }
-        }
+        of_head.load(at.shared + L::KEY_BANDS, [&](int i, float scale, float zero) {
+            if constexpr (L::CHANNELS_FOLDED) at.floats(L::KEY_SCALE)[i] = scale, at.floats(L::KEY_ZERO)[i] = zero;
+            else at.halves(L::KEY_SCALE)[i] = to_half(scale), at.halves(L::KEY_ZERO)[i] = to_half(zero);
+        });
         factors.reset();
     }
 

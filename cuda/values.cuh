@@ -1,6 +1,7 @@
 // Packed values times probabilities: values become first operands part by part, like keys.
 #pragma once
 
+#include "channels.cuh"
 #include "factors.cuh"
 #include "softmax.cuh"
 
@@ -18,13 +19,7 @@ struct Values {
     const Place<C>& at;
     Softmax<C>& softmax;
     ValueFactors<C> factors;
-    // Of the head, as those of keys.
-    static constexpr bool FETCHED = V::SCALES == Scales::CHANNEL_BUNDLE;
-    static constexpr int EACH = FETCHED ? (D + L::THREADS - 1) / L::THREADS : 1;
-    float fetched_scale[EACH], fetched_zero[EACH];
-    static constexpr bool BYTE_ORIGIN = L::BYTES && V::BANDED > 0;
-    float fetched_origin[BYTE_ORIGIN ? EACH : 1];
-    BandTable<D, L::THREADS> bands;
+    Channels<V, C, false> of_head;
     // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
     unsigned scaled[NT][2], plain[NT][2];
 
@@ -36,28 +31,9 @@ struct Values {
     }
 
     // Once a head, as keys; a barrier follows `load`.
-    __device__ __forceinline__ void fetch() {
-        if constexpr (V::BANDED > 0) bands.fetch(at.params.value.bands, at.head);
-        if constexpr (FETCHED) {
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                const int i = threadIdx.x + k * L::THREADS;
-                if (i < D) fetched_scale[k] = at.params.value.scale[at.head * D + i], fetched_zero[k] = at.params.value.zero[at.head * D + i];
-                if constexpr (BYTE_ORIGIN) fetched_origin[k] = BandTable<D, L::THREADS>::origin(at.params.value.bands, at.head, min(i, D - 1) / 32);
-            }
-        }
-    }
+    __device__ __forceinline__ void fetch() { of_head.fetch(at.params.value, at.head); }
     __device__ __forceinline__ void load() {
-        if constexpr (V::BANDED > 0) bands.put(at.shared + L::VALUE_BANDS);
-        if constexpr (FETCHED) {
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                const int i = threadIdx.x + k * L::THREADS;
-                if (i >= D) continue;
-                if constexpr (BYTE_ORIGIN) fetched_zero[k] = fmaf(-fetched_origin[k], fetched_scale[k], fetched_zero[k]);
-                reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(fetched_scale[k], fetched_zero[k]);
-            }
-        }
+        of_head.load(at.shared + L::VALUE_BANDS, [&](int i, float scale, float zero) { reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(scale, zero); });
         factors.reset();
     }
 
