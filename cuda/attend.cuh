@@ -239,13 +239,18 @@ struct Attend {
                         if (mine >= p && mine < min(p + KB, live)) add_key_outliers(stages + mine * L::STAGE_BYTES, pick(of_keys, p / L::PARTS + i), turn, mine);
                     }
                 }
+                float of_tiles[KB][NT][4];
+                if constexpr (KP) {
+                    const unsigned char* tiles[KB];
 #pragma unroll
-                for (int i = 0; i < KB; ++i) {
-                    float of_tile[NT][4];
-                    if constexpr (KP) keys.scores(stages + tile_at(i, p, live) * L::STAGE_BYTES, turn, of_tile);
-                    else exact.scores(token + tile_at(i, p, live) * HOP * T, at.length, of_tile);
-                    choose(of_tile, p + i, live, score);
+                    for (int i = 0; i < KB; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES;
+                    keys.scores(tiles, turn, of_tiles);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < KB; ++i) exact.scores(token + tile_at(i, p, live) * HOP * T, at.length, of_tiles[i]);
                 }
+#pragma unroll
+                for (int i = 0; i < KB; ++i) choose(of_tiles[i], p + i, live, score);
                 __syncwarp();
                 feed_key(stages + p * L::STAGE_BYTES);
             }
@@ -274,16 +279,17 @@ struct Attend {
                 }
                 if constexpr (VALUE_LIST) {
                     add_sparse_values(stages + p * L::STAGE_BYTES + KeyStage::BYTES, p);
+                } else if constexpr (VP) {
+                    const unsigned char* tiles[VB];
+#pragma unroll
+                    for (int i = 0; i < VB; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES + KeyStage::BYTES;
+                    values.add(tiles, p, 0u);
                 } else {
 #pragma unroll
                     for (int i = 0; i < VB; ++i) {
-                        if constexpr (VP) {
-                            values.add(stages + tile_at(i, p, live) * L::STAGE_BYTES + KeyStage::BYTES, p + i, 0u);
-                        } else {
-                            unsigned b[NT][2];
-                            softmax.of_phase(values.scaled, p + i, b);
-                            exact.add_values(token + tile_at(i, p, live) * HOP * T, at.length, b);
-                        }
+                        unsigned b[NT][2];
+                        softmax.of_phase(values.scaled, p + i, b);
+                        exact.add_values(token + tile_at(i, p, live) * HOP * T, at.length, b);
                     }
                 }
                 __syncwarp();
@@ -388,7 +394,8 @@ struct Attend {
         const bool several = list.count > 32;
         __syncwarp();
         const unsigned mask = Tile::mask(corrections, at.lane);
-        values.add(stage, phase, mask);
+        const unsigned char* const tiles[1] = {stage};
+        values.add(tiles, phase, mask);
         __syncwarp();
         Tile::clear(put, several, corrections + 16 * at.lane, mask);
     }

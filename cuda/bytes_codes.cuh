@@ -65,7 +65,10 @@ struct ByteBands {
     __device__ __forceinline__ bool rows(int band, const unsigned char* tiles, const unsigned char* bands, unsigned (&a)[N][4]) const {
         const unsigned width = widths >> 4 * band & 15u, start = starts >> 8 * band & 255u;
         if (width == 0) return false;
-        BandCodes::load<N, TILE_BYTES>(width, tiles + start * BandCodes::ROW, reinterpret_cast<const uint4*>(bands + band * sizeof(Band)), a);
+        const unsigned char* from[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) from[n] = tiles + start * BandCodes::ROW + n * TILE_BYTES;
+        BandCodes::load(width, from, reinterpret_cast<const uint4*>(bands + band * sizeof(Band)), a);
         return true;
     }
 };

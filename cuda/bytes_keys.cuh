@@ -134,8 +134,10 @@ struct ByteKeys {
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
                     unsigned x[2][4];
-                    BandCodes::fragment(a[tile][0], a[tile][1], BandCodes::AS_BYTES, x[0]);
-                    BandCodes::fragment(a[tile][2], a[tile][3], BandCodes::AS_BYTES, x[1]);
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        BandCodes::fragment<false>(a[tile][2 * s] ^ BandCodes::FLIP, a[tile][2 * s + 1] ^ BandCodes::FLIP, BandCodes::LESS_128, x[s]);
+                    }
                     turn(rope, x, fast, turned[tile]);
                 }
             } else {

@@ -11,11 +11,12 @@ template <typename S, typename C, bool KEY>
 struct Channels {
     using L = Layout<C>;
     static constexpr int D = L::D;
-    static constexpr bool SCALED = S::SCALES == Scales::CHANNEL_BUNDLE, BANDED = S::BANDED > 0, BYTE_ORIGIN = L::BYTES && BANDED;
+    static constexpr bool SCALED = S::SCALES == Scales::CHANNEL_BUNDLE, BANDED = S::BANDED > 0;
+    static constexpr bool RAW = !KEY && L::VALUE_RAW, FROM_ZERO = BANDED && (L::BYTES || RAW);  // numbers count from 0 on
     static constexpr int EACH = SCALED ? (D + L::THREADS - 1) / L::THREADS : 1;  // channels threadIdx.x + THREADS i
 
-    float scale[EACH], zero[EACH], origin[BYTE_ORIGIN ? EACH : 1];
-    BandTable<D, L::THREADS> bands;
+    float scale[EACH], zero[EACH], origin[FROM_ZERO ? EACH : 1];
+    BandTable<D, L::THREADS, !L::BYTES> bands;
 
     // Which channel's scale stands at i: where they multiply keys, the order is that of pages with scales of their own.
     static __device__ __forceinline__ int channel_at(int i) {
@@ -30,7 +31,7 @@ struct Channels {
                 const int i = threadIdx.x + k * L::THREADS, channel = channel_at(i);
                 if (i >= D) continue;
                 scale[k] = side.scale[head * D + channel], zero[k] = side.zero[head * D + channel];
-                if constexpr (BYTE_ORIGIN) origin[k] = bands.origin(side.bands, head, KEY ? channel % (D / 2) / 16 : channel / 32);
+                if constexpr (FROM_ZERO) origin[k] = bands.origin(side.bands, head, KEY ? channel % (D / 2) / 16 : channel / 32);
             }
         }
     }
@@ -43,7 +44,7 @@ struct Channels {
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
                 const int i = threadIdx.x + k * L::THREADS;
-                if (i < D) put(i, scale[k], BYTE_ORIGIN ? fmaf(-origin[BYTE_ORIGIN ? k : 0], scale[k], zero[k]) : zero[k]);
+                if (i < D) put(i, RAW ? BandCodes::RAW_UNITS * scale[k] : scale[k], FROM_ZERO ? fmaf(-origin[FROM_ZERO ? k : 0], scale[k], zero[k]) : zero[k]);
             }
         }
     }

@@ -122,14 +122,31 @@ struct LaneWords {
     }
 };
 
-// What holds a side's codes of a tile.
-template <bool BANDED, int BITS, int RUNS, typename T>
-struct CodeWords {
-    using Type = LaneWords<BITS, RUNS, T>;
+// Those of N tiles.
+template <typename Words, int N>
+struct TileWords {
+    static constexpr bool TOGETHER = false;  // goes through tiles, and steps within them
+    using Base = typename Words::Base;
+    Words words[N];
+
+    static __device__ __forceinline__ Base base(const unsigned char* bands, int lane) { return Words::base(bands, lane); }
+    __device__ __forceinline__ void load(int n, const unsigned char* tile, int lane) { words[n].load(tile, lane); }
+    template <int S>
+    __device__ __forceinline__ void fragment(Base table, int n, unsigned (&a)[4]) const {
+        words[n].template fragment<S>(table, a);
+    }
 };
-template <int BITS, int RUNS, typename T>
-struct CodeWords<true, BITS, RUNS, T> {
-    using Type = BandWords;
+
+// What holds a side's codes of N tiles. Words: of a tile; RAW: cuda/bands.cuh.
+template <bool BANDED, bool RAW, typename Words>
+struct CodeWords {
+    template <int N>
+    using Of = TileWords<Words, N>;
+};
+template <bool RAW, typename Words>
+struct CodeWords<true, RAW, Words> {
+    template <int N>
+    using Of = BandWords<N, RAW>;
 };
 
 // Calls f with the constants 0 ... N - 1.
@@ -142,6 +159,28 @@ __device__ __forceinline__ void unrolled(F&& f) {
     if constexpr (I < N) {
         f(Constant<I>{});
         unrolled<N, I + 1>(static_cast<F&&>(f));
+    }
+}
+
+// Calls f(step, tile) for all steps of N tiles, in the order of their words; open(tile) before a tile's first step, close(tile) behind its last.
+template <bool TOGETHER, int STEPS, int N, typename Open, typename F, typename Close>
+__device__ __forceinline__ void each_step(Open&& open, F&& f, Close&& close) {
+    if constexpr (TOGETHER) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) open(n);
+        unrolled<STEPS>([&](auto step) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) f(step, n);
+        });
+#pragma unroll
+        for (int n = 0; n < N; ++n) close(n);
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            open(n);
+            unrolled<STEPS>([&](auto step) { f(step, n); });
+            close(n);
+        }
     }
 }
 

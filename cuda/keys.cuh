@@ -15,7 +15,6 @@ struct Keys {
     static constexpr int D = L::D, NT = L::NT, STEPS = L::STEPS, SHARE = L::SHARE;
     static constexpr bool CHANNELS = K::SCALES == Scales::CHANNEL_PAGE || K::SCALES == Scales::CHANNEL_BUNDLE;
     using Table = typename L::KeyTable;
-    using Words = typename L::KeyWords;
 
     const Place<C>& at;
     Query<C>& query;
@@ -56,10 +55,16 @@ struct Keys {
         }
     }
 
-    // Scores of the tile in `stage` for all columns, of which its phase's count.
-    __device__ __forceinline__ void scores(const unsigned char* stage, int turn, float (&score)[NT][4]) {
-        fill<L>(score, 0.f);
-        if constexpr (L::KEY_CODES || K::RANK > 0) dense(stage, query.paged(turn), score);
+    // Scores of the tiles in `stages` for all columns, of which its phase's count.
+    template <int N>
+    __device__ __forceinline__ void scores(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) fill<L>(score[n], 0.f);
+        if constexpr (L::KEY_CODES || K::RANK > 0) dense(stages, query.paged(turn), score);
+#pragma unroll
+        for (int n = 0; n < N; ++n) finish(stages[n], score[n]);
+    }
+    __device__ __forceinline__ void finish(const unsigned char* stage, float (&score)[NT][4]) const {
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
         if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, L::SKETCH_FACTORS, score);
         if constexpr (K::OUTLIER_SKETCH > 0) {
@@ -98,56 +103,64 @@ struct Keys {
         }
     }
 
-    __device__ __forceinline__ void dense(const unsigned char* stage, const unsigned* operand, float (&score)[NT][4]) {
-        Words codes;
-        if constexpr (L::KEY_CODES) codes.load(stage, at.lane);
-        const typename Words::Base table = Words::base(at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
-        unsigned left[2];
-        if constexpr (K::RANK > 0) {
-            factors.open(at, query, operand, stage + KeyStage::SEGMENT);
-            left[0] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r, at.c);
-            left[1] = factor_pair<K::RANK>(reinterpret_cast<const __half*>(stage + KeyStage::LEFT), at.r + 8, at.c);
-        }
-        float odd[NT][4];  // two sums, so that a product need not wait for the one before
-        fill<L>(odd, 0.f);
-        const unsigned char* channel_scales = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::SCALE : at.shared + L::KEY_SCALE + at.part * (2 * D / L::PARTS);
-        const unsigned char* channel_zeros = K::SCALES == Scales::CHANNEL_PAGE ? stage + KeyStage::ZERO : at.shared + L::KEY_ZERO + at.part * (2 * D / L::PARTS);
-        (void)channel_scales, (void)channel_zeros;
-        uint4 scales, zeros;  // of two steps
-        (void)scales, (void)zeros;
-        auto keys = [&](auto step, unsigned (&a)[4]) {
-            constexpr int S = decltype(step)::value;
-            if constexpr (L::KEY_CODES) {
-                codes.template fragment<S>(table, a);
-                if constexpr (CHANNELS && !L::CHANNELS_FOLDED && S % 2 == 0) {
-                    const int from = (S / 2 * 4 + at.c) * 16;
-                    scales = *reinterpret_cast<const uint4*>(channel_scales + from), zeros = *reinterpret_cast<const uint4*>(channel_zeros + from);
+    template <int N>
+    __device__ __forceinline__ void dense(const unsigned char* const (&stages)[N], const unsigned* operand, float (&score)[N][NT][4]) {
+        using Tiles = typename L::template KeyTiles<N>;
+        constexpr bool ACROSS = L::ROPE && !Rope<K, D>::LOCAL;  // RoPE's pairs go across steps
+        Tiles codes;
+        const typename Tiles::Base table = Tiles::base(at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
+        unsigned left[N][2], whole[N][ACROSS ? SHARE : 1][4];
+        float odd[N][NT][4];  // two sums, so that a product need not wait for the one before
+        uint4 scales[N], zeros[N];  // of two steps
+        (void)left, (void)whole, (void)scales, (void)zeros;
+        each_step<Tiles::TOGETHER, SHARE, N>(
+            [&](int n) {
+                fill<L>(odd[n], 0.f);
+                if constexpr (L::KEY_CODES) codes.load(n, stages[n], at.lane);
+                if constexpr (K::RANK > 0) {
+                    const __half* factors_of_tile = reinterpret_cast<const __half*>(stages[n] + KeyStage::LEFT);
+                    factors.open(at, query, operand, stages[n] + KeyStage::SEGMENT);
+                    left[n][0] = factor_pair<K::RANK>(factors_of_tile, at.r, at.c), left[n][1] = factor_pair<K::RANK>(factors_of_tile, at.r + 8, at.c);
+                    factors.add_scores(left[n], odd[n]);
                 }
-                scale<S>(stage, scales, zeros, a);
-            } else {
-                a[0] = a[1] = a[2] = a[3] = 0u;
-            }
-            if constexpr (K::RANK > 0) factors.template add<S>(left, a);
-        };
-        if constexpr (K::RANK > 0) factors.add_scores(left, odd);
-        if constexpr (!L::ROPE || Rope<K, D>::LOCAL) {
-            unrolled<SHARE>([&](auto step) {
-                unsigned a[4];
-                keys(step, a);
-                if constexpr (L::ROPE) rope.template turn<decltype(step)::value>(a);
-                query.multiply_paged(a, operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score);
+            },
+            [&](auto step, int n) {
+                constexpr int S = decltype(step)::value;
+                unsigned a[4] = {0u, 0u, 0u, 0u};
+                if constexpr (L::KEY_CODES) {
+                    codes.template fragment<S>(table, n, a);
+                    if constexpr (CHANNELS && !L::CHANNELS_FOLDED && S % 2 == 0) {
+                        const int from = (S / 2 * 4 + at.c) * 16;
+                        scales[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
+                        zeros[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::ZERO, L::KEY_ZERO) + from);
+                    }
+                    scale<S>(stages[n], scales[n], zeros[n], a);
+                }
+                if constexpr (K::RANK > 0) factors.template add<S>(left[n], a);
+                if constexpr (ACROSS) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) whole[n][S][e] = a[e];
+                } else {
+                    if constexpr (L::ROPE) rope.template turn<S>(a);
+                    query.multiply_paged(a, operand, S, S % 2 ? odd[n] : score[n]);
+                }
+            },
+            [&](int n) {
+                if constexpr (ACROSS) {
+                    rope.turn_all(whole[n]);
+                    unrolled<SHARE>([&](auto step) { query.multiply_paged(whole[n][decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd[n] : score[n]); });
+                }
+#pragma unroll
+                for (int m = 0; m < NT; ++m) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) score[n][m][e] += odd[n][m][e];
+                }
             });
-        } else {
-            unsigned a[SHARE][4];
-            unrolled<SHARE>([&](auto step) { keys(step, a[decltype(step)::value]); });
-            rope.turn_all(a);
-            unrolled<SHARE>([&](auto step) { query.multiply_paged(a[decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd : score); });
-        }
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) score[n][e] += odd[n][e];
-        }
+    }
+
+    // Scales or zero points of channels: the page's own or the bundle's.
+    __device__ __forceinline__ const unsigned char* channels(const unsigned char* stage, int of_page, int of_bundle) const {
+        return K::SCALES == Scales::CHANNEL_PAGE ? stage + of_page : at.shared + of_bundle + at.part * (2 * D / L::PARTS);
     }
 
     // a = scale * a + zero for step S, unless the scores are scaled instead.

@@ -51,10 +51,12 @@ struct Layout {
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
     static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
+    static constexpr bool VALUE_RAW = V::BANDED && VALUE_SCALED_LATE && !BYTES;  // bytes of bands are left as they are
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
-    // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one.
-    static constexpr int KEY_BATCH = PHASES > 1 && WARPS <= 8 ? 2 : 1, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
+    // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one, and keys that go step by
+    // step have the factors of one segment at hand.
+    static constexpr int BATCH = PHASES > 1 && WARPS <= 8 ? 2 : 1, KEY_BATCH = K::BANDED && K::RANK && ROPE ? 1 : BATCH, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
@@ -68,8 +70,13 @@ struct Layout {
     static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
     using KeyTable = TablePlace<KEY_BITS, 0, TABLES_SHARE ? 256 : Table<KEY_BITS>::COPIES_BYTES>;
     using ValueTable = TablePlace<VALUE_BITS, TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : Table<VALUE_BITS>::COPIES_BYTES>;
-    using KeyWords = typename CodeWords<(K::BANDED > 0), KEY_BITS, RUNS, KeyTable>::Type;
-    using ValueWords = typename CodeWords<(V::BANDED > 0), VALUE_BITS, RUNS, ValueTable>::Type;
+    using KeyWords = LaneWords<KEY_BITS, RUNS, KeyTable>;
+    using ValueWords = LaneWords<VALUE_BITS, RUNS, ValueTable>;
+    // Of a side's tiles that are worked on together.
+    template <int N>
+    using KeyTiles = typename CodeWords<(K::BANDED > 0), false, KeyWords>::template Of<N>;
+    template <int N>
+    using ValueTiles = typename CodeWords<(V::BANDED > 0), VALUE_RAW, ValueWords>::template Of<N>;
     static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
     static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]

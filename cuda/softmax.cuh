@@ -49,8 +49,19 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 score[n][e] = exp2_fast(score[n][e] - (maximum[n][e % 2] == minus_infinity() ? 0.f : maximum[n][e % 2]));
-                sum[n][e % 2] += score[n][e];
             }
+            if constexpr (L::VALUE_RESTORED) round(score[n]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[n][e % 2] += score[n][e];
+        }
+    }
+
+    // To halves, as operands are: zero points of channels, which may be far larger than what is left, are then taken as often as they were put in.
+    static __device__ __forceinline__ void round(float (&p)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            const float2 rounded = __half22float2(as_half2(pack(p[e], p[e + 1])));
+            p[e] = rounded.x, p[e + 1] = rounded.y;
         }
     }
 

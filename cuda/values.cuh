@@ -14,7 +14,6 @@ struct Values {
     using ValueStage = typename L::ValueStage;
     static constexpr int D = L::D, NT = L::NT, SHARE = L::SHARE;
     using Table = typename L::ValueTable;
-    using Words = typename L::ValueWords;
 
     const Place<C>& at;
     Softmax<C>& softmax;
@@ -63,33 +62,40 @@ struct Values {
         }
     }
 
-    // Adds the tile in `stage`, of a phase of the turn. mask: the lane's of its scattered corrections.
-    __device__ __forceinline__ void add(const unsigned char* stage, int phase, unsigned mask) {
-        unsigned b[NT][2], exact[NT][2];
-        softmax.of_phase(scaled, phase, b);
-        if constexpr (V::SPARSE && L::VALUE_FOLDED) softmax.of_phase(plain, phase, exact);
-        Words codes;
-        if constexpr (L::VALUE_CODES) codes.load(stage, at.lane);
-        const typename Words::Base table = Words::base(at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
+    // Adds the tiles in `stages`, of phases from `phase` on. mask: the lane's of the scattered corrections of the only one.
+    template <int N>
+    __device__ __forceinline__ void add(const unsigned char* const (&stages)[N], int phase, unsigned mask) {
+        using Tiles = typename L::template ValueTiles<N>;
+        static_assert(N == 1 || !V::SPARSE, "there is room for one tile's corrections");
+        Tiles codes;
+        const typename Tiles::Base table = Tiles::base(at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
         const unsigned corrections = V::SPARSE ? shared_address(at.corrections()) + 16 * at.lane : 0;
+        unsigned b[N][NT][2], exact[NT][2];
         (void)corrections, (void)exact;
-        if constexpr (V::RANK > 0) factors.add(at, softmax, stage + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stage + ValueStage::LEFT), b);
-        unrolled<SHARE>([&](auto step) {
-            constexpr int U = decltype(step)::value;
-            unsigned a[4] = {0u, 0u, 0u, 0u};
-            if constexpr (L::VALUE_CODES) {
-                codes.template fragment<U>(table, a);
-                scale<U>(stage, a);
-            }
-            if constexpr (V::SPARSE && L::VALUE_FOLDED) {
-                unsigned x[4];
-                Corrections<SHARE>::template load<U>(corrections, mask, x);
-                softmax.add(U, x, exact);
-            } else if constexpr (V::SPARSE) {
-                Corrections<SHARE>::template add<U>(corrections, mask, a);
-            }
-            softmax.add(U, a, b);
-        });
+        each_step<Tiles::TOGETHER, SHARE, N>(
+            [&](int n) {
+                softmax.of_phase(scaled, phase + n, b[n]);
+                if constexpr (V::SPARSE && L::VALUE_FOLDED) softmax.of_phase(plain, phase, exact);
+                if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
+                if constexpr (V::RANK > 0) factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), b[n]);
+            },
+            [&](auto step, int n) {
+                constexpr int U = decltype(step)::value;
+                unsigned a[4] = {0u, 0u, 0u, 0u};
+                if constexpr (L::VALUE_CODES) {
+                    codes.template fragment<U>(table, n, a);
+                    scale<U>(stages[n], a);
+                }
+                if constexpr (V::SPARSE && L::VALUE_FOLDED) {
+                    unsigned x[4];
+                    Corrections<SHARE>::template load<U>(corrections, mask, x);
+                    softmax.add(U, x, exact);
+                } else if constexpr (V::SPARSE) {
+                    Corrections<SHARE>::template add<U>(corrections, mask, a);
+                }
+                softmax.add(U, a, b[n]);
+            },
+            [](int) {});
     }
 
     // Scales and zero points from the lane's first channel on.
