@@ -18,6 +18,7 @@ struct ByteKeys {
     using Words = typename L::KeyWords;
     using Table = typename L::KeyTable;
     using FastTurn = Turn<K, D, B::FAST>;
+    using Turns = typename FastTurn::Factors;
     static_assert(B::FAST == 2, "the steps of a band");
 
     using Query = ByteQuery<C>;  // an argument, not a member: the compiler keeps in registers what nothing else points to
@@ -42,17 +43,11 @@ struct ByteKeys {
         if (at.warp > 0) return;
         uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + at.lane;
         uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + at.lane;
-        FastTurn rope;
         const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
-        rope.load(
+        FastTurn::load(
             [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c,
             [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
-            [&](int s, const uint4& x) { zero_keys[s * 32] = x; });
-#pragma unroll
-        for (int s = 0; s < B::FAST; ++s) {
-            turns[64 * s] = make_uint4(rope.own[s][0], rope.own[s][1], rope.own[s][2], rope.own[s][3]);
-            turns[64 * s + 32] = make_uint4(rope.other[s][0], rope.other[s][1], rope.other[s][2], rope.other[s][3]);
-        }
+            [&](int s, const Turns& by, const uint4& zeros) { zero_keys[s * 32] = zeros, turns[64 * s] = by.own, turns[64 * s + 32] = by.other; });
     }
 
     // Once a stretch of a head.
@@ -76,8 +71,8 @@ struct ByteKeys {
         const uint4 fast = fast_operand();
         float fixed[4];
         fast_zeros(fast, fixed);
-        FastTurn rope;
-        load_turns(rope);
+        Turns turns[B::FAST];
+        load_turns(turns);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             Words words;
@@ -87,7 +82,7 @@ struct ByteKeys {
             const unsigned table = Table::lane_base(at.lane);
             words.template fragment<0>(table, x[0]);
             words.template fragment<1>(table, x[1]);
-            turn(rope, x, fast, turned);
+            turn(turns, x, fast, turned);
             int of_low[ROWS][4] = {}, of_high[ROWS][4] = {};
             unrolled<B::SLOW>([&](auto product) {
                 constexpr int I = decltype(product)::value;
@@ -129,8 +124,8 @@ struct ByteKeys {
             unsigned a[TILES][4];
             if (!codes.template rows<K::TILE_BYTES>(band, mine + B::KEY_CODES + 2 * at.lane, bands(), a)) continue;
             if (band == 0) {
-                FastTurn rope;
-                load_turns(rope);
+                Turns turns[B::FAST];
+                load_turns(turns);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
                     unsigned x[2][4];
@@ -138,7 +133,7 @@ struct ByteKeys {
                     for (int s = 0; s < 2; ++s) {
                         BandCodes::fragment<false>(a[tile][2 * s] ^ BandCodes::FLIP, a[tile][2 * s + 1] ^ BandCodes::FLIP, BandCodes::LESS_128, x[s]);
                     }
-                    turn(rope, x, fast, turned[tile]);
+                    turn(turns, x, fast, turned[tile]);
                 }
             } else {
 #pragma unroll
@@ -175,20 +170,16 @@ struct ByteKeys {
         mma(fixed, keys[0], fast.x, fast.y);
         mma(fixed, keys[1], fast.z, fast.w);
     }
-    __device__ __forceinline__ void load_turns(FastTurn& rope) const {
+    __device__ __forceinline__ void load_turns(Turns (&by)[B::FAST]) const {
         const uint4* turns = reinterpret_cast<const uint4*>(tables() + B::TURNS) + at.lane;
 #pragma unroll
-        for (int s = 0; s < B::FAST; ++s) {
-            const uint4 own = turns[64 * s], other = turns[64 * s + 32];
-            rope.own[s][0] = own.x, rope.own[s][1] = own.y, rope.own[s][2] = own.z, rope.own[s][3] = own.w;
-            rope.other[s][0] = other.x, rope.other[s][1] = other.y, rope.other[s][2] = other.z, rope.other[s][3] = other.w;
-        }
+        for (int s = 0; s < B::FAST; ++s) by[s] = {turns[64 * s], turns[64 * s + 32]};
     }
     // Turns a tile's keys and adds their products.
-    __device__ __forceinline__ void turn(const FastTurn& rope, unsigned (&x)[2][4], const uint4& fast, float (&turned)[4]) const {
-        rope.template turn<0>(x[0]);
+    __device__ __forceinline__ void turn(const Turns (&by)[B::FAST], unsigned (&x)[2][4], const uint4& fast, float (&turned)[4]) const {
+        FastTurn::turn(by[0], x[0]);
         mma(turned, x[0], fast.x, fast.y);
-        rope.template turn<1>(x[1]);
+        FastTurn::turn(by[1], x[1]);
         mma(turned, x[1], fast.z, fast.w);
     }
     // A row's part of a tile's scores, columns 2c and 2c + 1: what functions of the token weigh, and what the fastest pairs gave. zero: over the

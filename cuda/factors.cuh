@@ -50,11 +50,16 @@ struct AddedFactors {
         }
     }
 
-    // a = step S of the warp's keys, plus left times right.
+    // x = step S of the warp's keys, plus left times right.
     template <int S>
-    __device__ __forceinline__ void add(const unsigned (&left)[2], unsigned (&a)[4]) const {
-        mma_half(a[0], a[1], left[0], left[1], right[S][0]);
-        mma_half(a[2], a[3], left[0], left[1], right[S][1]);
+    __device__ __forceinline__ void add(const unsigned (&left)[2], float (&x)[4][2]) const {
+        const unsigned a[4] = {left[0], left[1], 0u, 0u};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum[4] = {x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]};
+            mma(sum, a, right[S][half], 0u);
+            x[2 * half][0] = sum[0], x[2 * half][1] = sum[1], x[2 * half + 1][0] = sum[2], x[2 * half + 1][1] = sum[3];
+        }
     }
     template <int NT>
     __device__ __forceinline__ void add_scores(const unsigned (&)[2], float (&)[NT][4]) const {}
@@ -91,9 +96,6 @@ struct ProjectedFactors {
 #pragma unroll
         for (int n = 0; n < NT; ++n) projected[n] = transpose8(pack(sum[n][0], sum[n][1]));
     }
-
-    template <int S>
-    __device__ __forceinline__ void add(const unsigned (&)[2], unsigned (&)[4]) const {}
 
     // score += left times right times the query.
     __device__ __forceinline__ void add_scores(const unsigned (&left)[2], float (&score)[NT][4]) const {

@@ -18,7 +18,8 @@ struct Keys {
 
     const Place<C>& at;
     Query<C>& query;
-    Turn<K, D, SHARE> rope;
+    using Turning = Turn<K, D, SHARE>;
+    typename Turning::Factors turning[L::ROPE && !L::TURNS_SHARED ? SHARE : 1];
     KeyFactors<L::ROPE, C> factors;
     Channels<K, C, true> of_head;
 
@@ -45,14 +46,24 @@ struct Keys {
     __device__ __forceinline__ void fold() {
         if constexpr (L::ROPE) {
             uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
-            rope.load(
+            const auto turns = this->turns();
+            Turning::load(
                 [&](int token, int pair) { return at.params.rope[token * (K::ROPE_DIM / 2) + pair]; }, at.tile * TILE, at.step(0), at.r, at.c,
                 [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
                 [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_ZERO)[channel] : 0.f; },
-                [&](int s, const uint4& x) {
-                    if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[s * 32] = x;
+                [&](int s, const typename Turning::Factors& by, const uint4& zeros) {
+                    if constexpr (!L::TURNS_SHARED) turning[s] = by;
+                    else if (at.group == 0) turns[at.step(s) * 64] = by.own, turns[at.step(s) * 64 + 32] = by.other;
+                    if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[at.step(s) * 32] = zeros;
                 });
         }
+    }
+
+    // Where the lane's factors lie, if they are in shared memory.
+    __device__ __forceinline__ uint4* turns() const { return reinterpret_cast<uint4*>(at.shared + L::TURN_FACTORS) + at.tile * STEPS * 64 + at.lane; }
+    __device__ __forceinline__ typename Turning::Factors factors_of(int s) const {
+        if constexpr (L::TURNS_SHARED) return {turns()[at.step(s) * 64], turns()[at.step(s) * 64 + 32]};
+        else return turning[s];
     }
 
     // Scores of the tiles in `stages` for all columns, of which its phase's count.
@@ -76,18 +87,19 @@ struct Keys {
     __device__ __forceinline__ void add_zeros(int turn, float (&score)[NT][4]) const {
         if constexpr (L::CHANNELS_FOLDED && L::ROPE) {
             const uint4* zero_keys = reinterpret_cast<const uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
-            float sum[NT][4];  // apart: the scores of tiles that are not there stay minus infinity
-            fill<L>(sum, 0.f);
+            float sum[2][NT][4];  // apart: the scores of tiles that are not there stay minus infinity; two, so that a product need not wait for the one before
+            fill<L>(sum[0], 0.f);
+            fill<L>(sum[1], 0.f);
 #pragma unroll
             for (int s = 0; s < SHARE; ++s) {
                 const uint4 x = zero_keys[at.step(s) * 32];
                 const unsigned a[4] = {x.x, x.y, x.z, x.w};
-                query.multiply_paged(a, query.paged(turn), s, sum);
+                query.multiply_paged(a, query.paged(turn), s, sum[s % 2]);
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) score[n][e] += sum[n][e];
+                for (int e = 0; e < 4; ++e) score[n][e] += sum[0][n][e] + sum[1][n][e];
             }
         }
     }
@@ -112,7 +124,8 @@ struct Keys {
         unsigned left[N][2], whole[N][ACROSS ? SHARE : 1][4];
         float odd[N][NT][4];  // two sums, so that a product need not wait for the one before
         uint4 scales[N], zeros[N];  // of two steps
-        (void)left, (void)whole, (void)scales, (void)zeros;
+        typename Turning::Factors turns_of_step;
+        (void)turns_of_step, (void)left, (void)whole, (void)scales, (void)zeros;
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 fill<L>(odd[n], 0.f);
@@ -134,20 +147,32 @@ struct Keys {
                         scales[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
                         zeros[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::ZERO, L::KEY_ZERO) + from);
                     }
-                    scale<S>(stages[n], scales[n], zeros[n], a);
+                    if constexpr (!L::KEY_WIDE) scale<S>(stages[n], scales[n], zeros[n], a);
                 }
-                if constexpr (K::RANK > 0) factors.template add<S>(left[n], a);
+                if (L::ROPE && !ACROSS && (n == 0 || !Tiles::TOGETHER)) turns_of_step = factors_of(S);
+                if constexpr (L::KEY_WIDE) {
+                    float x[4][2] = {};
+                    if constexpr (L::KEY_CODES) widen<S>(stages[n], scales[n], zeros[n], a, x);
+                    if constexpr (K::RANK > 0) factors.template add<S>(left[n], x);
+                    if constexpr (ACROSS) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) a[e] = pack(x[e][0], x[e][1]);
+                    } else {
+                        Turning::turn(turns_of_step, x, a);
+                    }
+                } else if constexpr (L::ROPE && !ACROSS) {
+                    Turning::turn(turns_of_step, a);
+                }
                 if constexpr (ACROSS) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) whole[n][S][e] = a[e];
                 } else {
-                    if constexpr (L::ROPE) rope.template turn<S>(a);
                     query.multiply_paged(a, operand, S, S % 2 ? odd[n] : score[n]);
                 }
             },
             [&](int n) {
                 if constexpr (ACROSS) {
-                    rope.turn_all(whole[n]);
+                    Turning::turn_all(turning, whole[n]);
                     unrolled<SHARE>([&](auto step) { query.multiply_paged(whole[n][decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd[n] : score[n]); });
                 }
 #pragma unroll
@@ -163,24 +188,43 @@ struct Keys {
         return K::SCALES == Scales::CHANNEL_PAGE ? stage + of_page : at.shared + of_bundle + at.part * (2 * D / L::PARTS);
     }
 
-    // a = scale * a + zero for step S, unless the scores are scaled instead.
+    // Scales and zero points of the registers of step S.
     template <int S>
-    __device__ __forceinline__ void scale(const unsigned char* stage, const uint4& scales, const uint4& zeros, unsigned (&a)[4]) const {
-        if constexpr (L::KEY_FOLDED || L::CHANNELS_FOLDED) {
-        } else if constexpr (CHANNELS) {
-            const unsigned low = S % 2 ? scales.z : scales.x, high = S % 2 ? scales.w : scales.y;
-            const unsigned low_zero = S % 2 ? zeros.z : zeros.x, high_zero = S % 2 ? zeros.w : zeros.y;
-            a[0] = fma2(a[0], low, low_zero), a[1] = fma2(a[1], low, low_zero);
-            a[2] = fma2(a[2], high, high_zero), a[3] = fma2(a[3], high, high_zero);
+    __device__ __forceinline__ void scales_of(const unsigned char* stage, const uint4& scales, const uint4& zeros, unsigned (&scale)[4], unsigned (&zero)[4]) const {
+        if constexpr (CHANNELS) {
+            scale[0] = scale[1] = S % 2 ? scales.z : scales.x, scale[2] = scale[3] = S % 2 ? scales.w : scales.y;
+            zero[0] = zero[1] = S % 2 ? zeros.z : zeros.x, zero[2] = zero[3] = S % 2 ? zeros.w : zeros.y;
         } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int channel = e / 2 * (D / 2) + 8 * at.step(S);  // a register's channels belong to one group
                 const int from = (at.r + e % 2 * 8) * KeyStage::GROUPS + channel / K::SCALE_CHANNELS;
-                const __half2 scale = __half2half2(reinterpret_cast<const __half*>(stage + KeyStage::SCALE)[from]);
-                const __half2 zero = K::ZERO < 0 ? __half2half2(__half(0.f)) : __half2half2(reinterpret_cast<const __half*>(stage + KeyStage::ZERO)[from]);
-                a[e] = fma2(a[e], as_bits(scale), as_bits(zero));
+                scale[e] = as_bits(__half2half2(reinterpret_cast<const __half*>(stage + KeyStage::SCALE)[from]));
+                zero[e] = K::ZERO < 0 ? 0u : as_bits(__half2half2(reinterpret_cast<const __half*>(stage + KeyStage::ZERO)[from]));
             }
+        }
+    }
+
+    // a = scale * a + zero, unless the scores, or what turns the keys, are scaled instead.
+    template <int S>
+    __device__ __forceinline__ void scale(const unsigned char* stage, const uint4& scales, const uint4& zeros, unsigned (&a)[4]) const {
+        if constexpr (!L::KEY_FOLDED && !L::CHANNELS_FOLDED) {
+            unsigned by[4], zero[4];
+            scales_of<S>(stage, scales, zeros, by, zero);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[e] = fma2(a[e], by[e], zero[e]);
+        }
+    }
+
+    // x = scale * a + zero, not rounded.
+    template <int S>
+    __device__ __forceinline__ void widen(const unsigned char* stage, const uint4& scales, const uint4& zeros, const unsigned (&a)[4], float (&x)[4][2]) const {
+        unsigned by[4], zero[4];
+        scales_of<S>(stage, scales, zeros, by, zero);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 code = __half22float2(as_half2(a[e])), factor = __half22float2(as_half2(by[e])), less = __half22float2(as_half2(zero[e]));
+            x[e][0] = fmaf(code.x, factor.x, less.x), x[e][1] = fmaf(code.y, factor.y, less.y);
         }
     }
 

@@ -20,6 +20,20 @@
 
 namespace signpost {
 
+// What a shape's registers allow.
+template <typename Shape>
+struct Limits {
+    using K = typename Shape::Key;
+    using V = typename Shape::Value;
+    static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
+    static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
+    // Keys that go step by step, several tiles together, read what turns them from shared memory.
+    static constexpr bool TURNS_SHARED = K::BANDED && K::ROPE_DIM && Rope<K, D>::LOCAL;
+    // Warps without spilling much: outputs stay in registers, and what turns other keys.
+    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !TURNS_SHARED) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
+    static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
+};
+
 // C: Key, Value (sides.cuh), Model, D, ROWS, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
 template <typename C>
 struct Layout {
@@ -47,6 +61,8 @@ struct Layout {
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     // Where scales need not touch the numbers.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
+    // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it.
+    static constexpr bool KEY_WIDE = ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE));
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
@@ -54,9 +70,10 @@ struct Layout {
     static constexpr bool VALUE_RAW = V::BANDED && VALUE_SCALED_LATE && !BYTES;  // bytes of bands are left as they are
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
+    static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
     // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one, and keys that go step by
     // step have the factors of one segment at hand.
-    static constexpr int BATCH = PHASES > 1 && WARPS <= 8 ? 2 : 1, KEY_BATCH = K::BANDED && K::RANK && ROPE ? 1 : BATCH, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
+    static constexpr int BATCH = PHASES > 1 && (WARPS <= 8 || TURNS_SHARED) ? 2 : 1, KEY_BATCH = K::BANDED && K::RANK && ROPE ? 1 : BATCH, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
@@ -97,7 +114,8 @@ struct Layout {
     static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE && !BYTES ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
     static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
-    static constexpr int VALUE_SCALE = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // f32 (scale, zero) [D]
+    static constexpr int TURN_FACTORS = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // uint4 [TILES][STEPS][2][32]
+    static constexpr int VALUE_SCALE = TURN_FACTORS + (TURNS_SHARED && !BYTES ? TILES * STEPS * 1024 : 0);  // f32 (scale, zero) [D]
     static constexpr int KEY_BANDS = VALUE_SCALE + (VALUE_RESTORED ? 8 * D : 0);  // Band [D / 32], also of values
     static constexpr int VALUE_BANDS = KEY_BANDS + (K::BANDED ? D : 0);
     static_assert(sizeof(Band) == 32, "32 bytes for 32 channels");
@@ -177,25 +195,10 @@ __device__ __forceinline__ void fill(float (&score)[L::NT][4], float x) {
 }
 
 // Warps, units, phases and turns that fit: as many warps as registers allow, then as many tiles a turn as memory holds.
-template <typename Shape>
-struct Limits;
-
 template <typename Shape, int W, int U, int P, int N>
 struct Sized : Shape {
     static constexpr bool BYTES = N == 0;  // then there is no ring
     static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, TURNS = N;
-};
-
-// What a shape's registers allow.
-template <typename Shape>
-struct Limits {
-    using K = typename Shape::Key;
-    using V = typename Shape::Value;
-    static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
-    static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
-    // Warps without spilling much: what turns keys, and outputs, stay in registers.
-    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && (K::ROPE_DIM || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
-    static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
 };
 
 template <int W, int U, int P, int N>

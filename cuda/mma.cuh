@@ -76,13 +76,6 @@ __device__ __forceinline__ unsigned permute(unsigned low, unsigned high, unsigne
     return y;
 }
 
-// d += a b with eight columns of a, sums in half: the sum has the layout of two registers of a first operand.
-__device__ __forceinline__ void mma_half(unsigned& d0, unsigned& d1, unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
-        : "+r"(d0), "+r"(d1)
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
 // Transposes an 8 x 8 matrix of halves: lane 4 r + c holds (row r, columns 2c, 2c+1).
 __device__ __forceinline__ unsigned transpose8(unsigned x) {
     unsigned y;

@@ -19,10 +19,11 @@ struct Query {
 
     __device__ __forceinline__ explicit Query(const Place<C>& place) : at(place) {}
 
-    // Where channel ch of column n lies among second operands, in halves.
-    static __device__ __forceinline__ int operand_half(int n, int ch) {
+    // Where channel ch of column n lies among second operands, in halves: the sum of both.
+    static __device__ __forceinline__ int column_half(int n) { return L::NT == 1 ? 32 * n : n / 8 * (STEPS * 128) + 32 * (n % 8); }
+    static __device__ __forceinline__ int channel_half(int ch) {
         const int upper = ch / (D / 2), f = ch % (D / 2), s = f / 8;
-        return ((((n / 8) * (STEPS / 2) + s / 2) * 32 + 4 * (n % 8) + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
+        return ((s / 2 * 32 + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
     }
 
     // Asks for the block's query of this sequence and head; `put` follows when nobody reads the last one any more.
@@ -56,7 +57,7 @@ struct Query {
         const float* paged = q;
         if constexpr (K::ROTATE) paged = rotated(q);
         for (int i = threadIdx.x; i < COLUMNS * D; i += L::THREADS) {
-            const int n = i / D, ch = i % D, row = L::row_of(n), to = operand_half(n, ch);
+            const int n = i / D, ch = i % D, row = L::row_of(n), to = column_half(n) + channel_half(ch);
             at.halves(L::EXACT_OPERAND)[to] = row < ROWS ? to_half(q[row * D + ch]) : __half(0.f);
             const float x = row < ROWS ? paged[row * D + ch] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
             const float scaled = L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch] : x;
@@ -255,24 +256,26 @@ struct PageAngles {
 
     // The query of the next turn, into its buffer.
     __device__ __forceinline__ void turn_query(int turn) {
-        const float* q = at.floats(K::ROTATE ? L::PAGED_QUERY : L::QUERY);
         const int buffer = at.group * 2 + turn % 2;
-        __half* to = at.halves(L::PAGED_OPERAND) + buffer * L::QUERY_WORDS * 2;
-        __half2* plain = reinterpret_cast<__half2*>(at.shared + L::PLAIN_QUERY) + buffer * L::USED * L::D;
+        __half* const to = at.halves(L::PAGED_OPERAND) + buffer * L::QUERY_WORDS * 2;
+        __half2* const plain = reinterpret_cast<__half2*>(at.shared + L::PLAIN_QUERY) + buffer * L::USED * L::D;
         (void)plain;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
+            const float* const q = at.floats(K::ROTATE ? L::PAGED_QUERY : L::QUERY) + first_row * L::D;
             const int x_at = Pairs<K>::first_of(pair(k)), y_at = Pairs<K>::second_of(pair(k));
+            __half *const x_to = to + Query<C>::channel_half(x_at), *const y_to = to + Query<C>::channel_half(y_at);
 #pragma unroll
             for (int phase = 0; phase < L::PHASES; phase += BY_PHASE) {
                 const float cosine = angle[k].cosine * at.params.rope_scaling, sine = angle[k].sine * at.params.rope_scaling;
-                for (int row = first_row; row < L::ROWS; row += BY_ROW) {
-                    const float x = q[row * L::D + x_at], y = q[row * L::D + y_at];
-                    const int n = L::NT == 1 ? (phase + first_phase) * L::PITCH + row : row;
+#pragma unroll
+                for (int more = 0; more < L::ROWS; more += BY_ROW) {  // from first_row on
+                    if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
+                    const float x = q[more * L::D + x_at], y = q[more * L::D + y_at];
                     const __half turned_x = to_half(x * cosine + y * sine), turned_y = to_half(y * cosine - x * sine);
-                    to[Query<C>::operand_half(n, x_at)] = turned_x;
-                    to[Query<C>::operand_half(n, y_at)] = turned_y;
+                    const int n = (L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more;
+                    x_to[Query<C>::column_half(n)] = turned_x, y_to[Query<C>::column_half(n)] = turned_y;
                     if constexpr (K::SPARSE) {
                         plain[n * L::D + x_at] = __halves2half2(turned_x, turned_y);
                         plain[n * L::D + y_at] = __halves2half2(turned_y, __hneg(turned_x));

@@ -36,18 +36,20 @@ struct Turn {
     static constexpr int STEPS = D / 16, DIM = K::ROPE_DIM;
     static_assert(DIM % 16 == 0 && DIM <= D, "a lane holds both channels of a pair only for multiples of 16");
     static_assert(Rope<K, D>::LOCAL || SHARE == STEPS || !DIM, "a warp holds both channels of a pair");
-    unsigned own[DIM ? SHARE : 1][4], other[DIM ? SHARE : 1][4];
+    struct Factors {  // of a step
+        uint4 own, other;
+    };
 
     // Of 8 channels, which register e of step s of the head holds: channels 2c and 2c + 1 of it.
     static constexpr __device__ __forceinline__ int block_of(int s, int e) { return e / 2 * STEPS + s; }
 
     // angles(token, pair): (cos, sin); token: first of the tile; first: step of the head; scale(channel), zero(channel): factors of the
-    // key's numbers, and what is added to them; put(s, registers): gets first operands of the turned zeros of step s of the head.
-    template <typename Turned, typename Scale, typename Zero, typename Put>
-    __device__ __forceinline__ void load(Turned&& angles, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
+    // key's numbers, and what is added to them; put(s, factors, registers): gets what turns step s of the warp, and first operands of its turned zeros.
+    template <typename Angles, typename Scale, typename Zero, typename Put>
+    static __device__ __forceinline__ void load(Angles&& angles, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
-            unsigned zeros[4];
+            unsigned own[4], other[4], zeros[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float by_own[2], by_other[2], sum[2];
@@ -63,26 +65,36 @@ struct Turn {
                         sum[k] = sum[k] * angle.x + zero(partner) * sine;
                     }
                 }
-                own[s][e] = pack(by_own[0], by_own[1]), other[s][e] = pack(by_other[0], by_other[1]);
+                own[e] = pack(by_own[0], by_own[1]), other[e] = pack(by_other[0], by_other[1]);
                 zeros[e] = pack(sum[0], sum[1]);
             }
-            put(first + s, make_uint4(zeros[0], zeros[1], zeros[2], zeros[3]));
+            put(s, Factors{make_uint4(own[0], own[1], own[2], own[3]), make_uint4(other[0], other[1], other[2], other[3])}, make_uint4(zeros[0], zeros[1], zeros[2], zeros[3]));
         }
     }
 
-    // Pairs within step S of the warp.
-    template <int S>
-    __device__ __forceinline__ void turn(unsigned (&a)[4]) const {
-        const unsigned x[4] = {a[0], a[1], a[2], a[3]};
+    // Pairs within a step.
+    static __device__ __forceinline__ void turn(const Factors& by, unsigned (&a)[4]) {
+        const unsigned x[4] = {a[0], a[1], a[2], a[3]}, own[4] = {by.own.x, by.own.y, by.own.z, by.own.w}, other[4] = {by.other.x, by.other.y, by.other.z, by.other.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const unsigned partner = K::INTERLEAVED ? __byte_perm(x[e], x[e], 0x1032) : x[e ^ 2];
-            a[e] = fma2(x[e], own[S][e], mul2(partner, other[S][e]));
+            a[e] = fma2(x[e], own[e], mul2(partner, other[e]));
+        }
+    }
+
+    // The same from numbers that are not rounded yet, two a register: they are once.
+    static __device__ __forceinline__ void turn(const Factors& by, const float (&x)[4][2], unsigned (&a)[4]) {
+        const unsigned own[4] = {by.own.x, by.own.y, by.own.z, by.own.w}, other[4] = {by.other.x, by.other.y, by.other.z, by.other.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 mine = __half22float2(as_half2(own[e])), partners = __half22float2(as_half2(other[e]));
+            const float low = K::INTERLEAVED ? x[e][1] : x[e ^ 2][0], high = K::INTERLEAVED ? x[e][0] : x[e ^ 2][1];
+            a[e] = pack(x[e][0] * mine.x + low * partners.x, x[e][1] * mine.y + high * partners.y);
         }
     }
 
     // Pairs across steps: all fragments of the tile.
-    __device__ __forceinline__ void turn_all(unsigned (&a)[SHARE][4]) const {
+    static __device__ __forceinline__ void turn_all(const Factors (&by)[SHARE], unsigned (&a)[SHARE][4]) {
         unsigned x[SHARE][4];
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
@@ -91,10 +103,11 @@ struct Turn {
         }
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
+            const unsigned own[4] = {by[s].own.x, by[s].own.y, by[s].own.z, by[s].own.w}, other[4] = {by[s].other.x, by[s].other.y, by[s].other.z, by[s].other.w};
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int block = block_of(s, e), partner = block < DIM / 16 ? block + DIM / 16 : block - DIM / 16;
-                a[s][e] = block < DIM / 8 ? fma2(x[s][e], own[s][e], mul2(x[partner % STEPS][partner / STEPS * 2 + e % 2], other[s][e])) : mul2(x[s][e], own[s][e]);
+                a[s][e] = block < DIM / 8 ? fma2(x[s][e], own[e], mul2(x[partner % STEPS][partner / STEPS * 2 + e % 2], other[e])) : mul2(x[s][e], own[e]);
             }
         }
     }

@@ -19,10 +19,9 @@ from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit, fits_bytes
+from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit, fits_bytes
 
 HEAD_DIMS = (64, 128, 256)
-_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 
 class _Side(ctypes.Structure):
@@ -153,7 +152,7 @@ class PagedAttention:
 
     def module(self, rows: int) -> jit.Module:
         """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
-        dtype = _NAMES[self.dtype]
+        dtype = TYPES[self.dtype]
         unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.by_bytes)
         return jit.load(unit, self.device)
 
@@ -297,8 +296,8 @@ def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) 
         raise jit.KernelError(f'head dimension {d}: the kernels have {HEAD_DIMS}; take device="cpu"')
     if h_q % h_kv:
         raise jit.KernelError(f"{h_q} query heads are not a multiple of {h_kv} kv heads")
-    if dtype not in _NAMES:
-        raise jit.KernelError(f"dtype {dtype}: the kernels take {', '.join(str(name) for name in _NAMES)}")
+    if dtype not in TYPES:
+        raise jit.KernelError(f"dtype {dtype}: the kernels take {', '.join(str(name) for name in TYPES)}")
     if {t, value.format.t} - {16, 32, 64, 128}:
         raise jit.KernelError(
             f"pages of {t} tokens of keys and {value.format.t} of values: the kernels take 16, 32, 64 or 128"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.fields import SideName
+from runtime import jit, pack_units
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
@@ -25,7 +26,7 @@ from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, StepInputs, StepPackers
-from runtime.units import require_kernels
+from runtime.units import units
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -202,6 +203,12 @@ class LayerCache(CacheLayer):
         self.key.used[sequence] = self.value.used[sequence] = 0
 
 
+def _begin_kernels(bundle: Bundle, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Begins to compile what steps and packing will load, all at once. Raises as `require_kernels`."""
+    steps = units(bundle, [dtype])
+    jit.begin([*pack_units.units(bundle, jit.arch_of(device), [dtype]), *steps], device)
+
+
 class KVCache:
     """Compressed cache of a whole model for `b` sequences.
 
@@ -235,7 +242,7 @@ class KVCache:
         if budget is not None and max_tokens is None:
             raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
         if has_kernels(torch.device(device)):
-            require_kernels(bundle)
+            _begin_kernels(bundle, dtype, device)
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, self.rotation.inv_freq.device)

@@ -103,12 +103,6 @@ class Packer:
         self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         self._params = [self._of_layer(tables, rope) for tables in self.tables]
 
-    @staticmethod
-    def begin(codec: Codec, rotation: Rotation | None, dtype: torch.dtype, name: str = "pack") -> None:
-        """Begins to compile what a packer of these arguments will load. Raises as `plan`."""
-        arch, rope = jit.arch_of(codec.device), _rope_of(codec.geometry, rotation)
-        jit.begin([pack_unit(name, codec.geometry, rope, dtype, arch)], codec.device)
-
     def _of_layer(self, tables: dict[str, Tensor], rope: Rope | None) -> Params:
         params = Params(status=self.status.data_ptr(), scaling=1.0, unscaling=1.0, prompt_first=NO_PROMPT)
         for field, tensor in tables.items():

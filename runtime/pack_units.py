@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
@@ -344,13 +345,13 @@ def _unit(
     return Unit(name, "\n".join(lines) + "\n", ("pack",))
 
 
-def units(bundle: Bundle, arch: str) -> list[Unit]:
-    """What packs a bundle's pages on `arch`, for float16 and bfloat16 models, each unit once: a layer at a time, and
-    all layers that are alike at once. Raises as `plan`."""
+def units(bundle: Bundle, arch: str, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:
+    """What packs a bundle's pages on `arch`, for models of these types, each unit once: a layer at a time, and all
+    layers that are alike at once. Raises as `plan`."""
     rope = bundle.model.rope
     alike = Counter(bundle.geometry.sides)
     found = []
-    for (geometry, count), dtype in product(alike.items(), (torch.float16, torch.bfloat16)):
+    for (geometry, count), dtype in product(alike.items(), dtypes):
         turned = rope if geometry.format.domain == "pre_rope" else None
         for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):
             found.append(pack_unit("pack", geometry, turned, dtype, arch, layers))

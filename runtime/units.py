@@ -179,8 +179,11 @@ def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:
             yield codebook(geometry.format.dense, geometry.shape.d, tables, torch.device("cpu"))
 
 
-def units(bundle: Bundle) -> list[Unit]:
-    """What a decode step of one token launches for this bundle, for float16 and bfloat16 models, each unit once.
+TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}  # of models, in C++
+
+
+def units(bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:
+    """What a decode step of one token launches for this bundle, for models of these types, each unit once.
 
     Raises as `require_kernels`.
     """
@@ -191,6 +194,6 @@ def units(bundle: Bundle) -> list[Unit]:
     found: dict[Unit, None] = {}
     for layer, (key, value) in enumerate(bundle.geometry.pairs):
         by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
-        for dtype in ("__half", "__nv_bfloat16"):
-            found[attend_unit(key, value, model.rope, dtype, rows, by_bytes)] = None
+        for dtype in dtypes:
+            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes)] = None
     return list(found)

@@ -17,6 +17,7 @@ from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
 from runtime.rope import Rotation
+from runtime.units import require_kernels
 from tests.oracles.attention import attention
 
 
@@ -152,5 +153,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
+    monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, dtype, device: require_kernels(bundle))
     for module in (runtime.side, runtime.cache, runtime.decoding):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

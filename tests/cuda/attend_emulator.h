@@ -150,26 +150,6 @@ inline unsigned permute(unsigned low, unsigned high, unsigned which) {
     return y;
 }
 
-inline void mma_half(unsigned& d0, unsigned& d1, unsigned a0, unsigned a1, unsigned b) {
-    const uint64_t mine[2] = {a0 | static_cast<uint64_t>(a1) << 32, b};
-    uint64_t all[2][32];
-    for (int i = 0; i < 2; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
-    const int lane = emulator::current->thread % 32;
-    unsigned* const d[2] = {&d0, &d1};
-    for (int upper = 0; upper < 2; ++upper) {
-        unsigned y = 0;
-        for (int e = 0; e < 2; ++e) {
-            double sum = half_number(*d[upper], e);
-            for (int k = 0; k < 8; ++k) sum += half_number(all[0][lane / 4 * 4 + k / 2], 2 * upper + k % 2) * half_number(all[1][(lane % 4 * 2 + e) * 4 + k / 2], k % 2);
-            const _Float16 rounded = static_cast<_Float16>(sum);
-            unsigned short bits;
-            std::memcpy(&bits, &rounded, 2);
-            y |= static_cast<unsigned>(bits) << 16 * e;
-        }
-        *d[upper] = y;
-    }
-}
-
 inline unsigned transpose8(unsigned x) {
     const uint64_t* all = emulator::exchange(x);
     const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;

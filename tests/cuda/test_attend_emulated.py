@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
-from runtime.attention import _NAMES, PagedAttention, _Attend, _Merge, _Write
+from runtime.attention import PagedAttention, _Attend, _Merge, _Write
 from runtime.sources import kernel_folder
-from runtime.units import MOST_ROWS, WRITE_THREADS, attend_unit
+from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant
 from tests.gpu import paged
 
@@ -115,7 +115,7 @@ class Emulated(PagedAttention):
 
     def module(self, rows: int) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
         )
         return Module(build(unit.source))
 

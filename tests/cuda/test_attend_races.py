@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
-from runtime.attention import _NAMES, _Attend
-from runtime.units import MOST_ROWS, attend_unit
+from runtime.attention import _Attend
+from runtime.units import MOST_ROWS, TYPES, attend_unit
 from tests.cuda.test_attend_emulated import WEIGHED, Emulated, Module, build, case, with_outliers
 from tests.formats import Case, kivi, kvquant
 from tests.gpu import paged
@@ -22,7 +22,7 @@ class Watched(Emulated):
 
     def module(self, rows: int) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, _NAMES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
         )
         Watched.library = build(unit.source, races=True)
         return Module(Watched.library)

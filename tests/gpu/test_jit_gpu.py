@@ -98,6 +98,7 @@ def test_the_struct_is_read_before_launch_returns():
 def test_streams_are_torchs():
     call = Call()
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes what the kernel reads
     assert jit.current_stream("cuda") == torch.cuda.current_stream().cuda_stream
     with torch.cuda.stream(side):
         assert jit.current_stream(0) == side.cuda_stream != 0
