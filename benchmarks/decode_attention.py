@@ -187,8 +187,8 @@ def filled(geometry: PageGeometry, found: dict[str, Tensor], b: int, n: int, see
 
 def timed(steps: list[Callable[[], None]], seconds: float = 0.25) -> float:
     """Median microseconds of one step: a graph of all steps, replayed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    torch.cuda.synchronize()  # what fills the caches has another stream
+    with torch.cuda.stream(torch.cuda.Stream()):
         for step in steps:
             step()
     torch.cuda.synchronize()

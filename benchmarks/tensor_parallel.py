@@ -2,10 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out tensor-parallel.json
 
-The model is of Llama-2-7B's shape, its weights random and never loaded: transformers makes each rank's share on its GPU
-and connects the ranks; `benchmarks.decode_model` says how bundles and what caches hold are made. A step is the whole
-model's, a CUDA graph with its collectives, eight tokens before the named length; its time is the slowest rank's median
-over a fixed number of replays. `loop_us`: the engine's own loop over 64 steps instead. Without torchrun: one GPU.
+The model is of Llama-2-7B's shape (or --model's), its weights random and never loaded: transformers makes each rank's
+share on its GPU and connects the ranks; `benchmarks.decode_model` says how bundles and what caches hold are made. A
+step is the whole model's, a CUDA graph with its collectives, eight tokens before the named length; its time is the
+slowest rank's median over a fixed number of replays. `loop_us`: the engine's own loop over 64 steps instead. Without
+torchrun: one GPU.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def measured(decoder: HFDecoder, name: str, b: int, n: int, count: int) -> Row:
         torch.nn.init.normal_(dense.numbers)
         step_us = median_us(dense.capture(n).replay, count)
     else:
-        bundle = bundle_of(decoder, FORMATS[name]).shard(decoder.split.rank, decoder.split.world)
+        bundle = bundle_of(decoder, name).shard(decoder.split.rank, decoder.split.world)
         most = n + LOOP + 64
         kv = KVCache(bundle, b, most, torch.float16, decoder.device, prompt=n - 1)
         held, predicted = torch.cuda.memory_allocated() - weights, b * bundle.geometry.cache_bytes(most, 2, n - 1)
@@ -120,20 +121,20 @@ def loop(decoder: HFDecoder, steps: DeviceSteps, b: int) -> float:
 
 
 def main() -> None:
-    """Measures fp16 and all formats; rank 0 prints a line for each and writes the JSON."""
+    """Measures all formats; rank 0 prints a line for each and writes the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="llama2-7b", choices=MODELS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--formats", nargs="+", default=["nuq3-1", "kivi2-g32"], choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=["fp16", "nuq3-1", "kivi2-g32"], choices=["fp16", *FORMATS])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--replays", type=int, default=50)
     args = parser.parse_args()
-    decoder, rows = model_of(args.model, args.layers, 1 << 20), []
+    decoder, rows = model_of(args.model, args.layers, max(args.tokens)), []
     run = {"model": args.model, "layers": args.layers, "ranks": decoder.ranks, "gpu": torch.cuda.get_device_name()}
     for n in args.tokens:
-        for name in ("fp16", *args.formats):
+        for name in args.formats:
             rows.append(asdict(row := measured(decoder, name, args.batch, n - SHORT, args.replays)))
             if decoder.split.rank == 0:
                 loop_us, sizes = f"loop {row.loop_us:.0f} us", f"cache bytes by rank {row.cache_bytes}"

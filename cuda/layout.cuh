@@ -32,6 +32,8 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !TURNS_SHARED) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
+    // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
+    static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
 // C: Key, Value (sides.cuh), Model, D, ROWS, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
@@ -211,10 +213,10 @@ struct Choice {
     static constexpr bool fits() {
         using L = Limits<Shape>;
         if constexpr (W > 0 && N == 0) {
-            if constexpr (!Bytes<Shape>::POSSIBLE || (Shape::ROWS > 1 && W > 8)) return false;
-            else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= SIGNPOST_SHARED;
-        } else if constexpr (W > L::WIDEST || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
-        else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= SIGNPOST_SHARED;
+            if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
+            else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= L::SHARED;
+        } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
+        else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= L::SHARED;
     }
 };
 
@@ -224,18 +226,37 @@ struct Pick : First::template For<Shape> {};
 template <typename Shape, typename First, typename Next, typename... Others>
 struct Pick<false, Shape, First, Next, Others...> : Pick<Next::template fits<Shape>(), Shape, Next, Others...> {};
 
+template <typename... Choices>
+struct List {
+    template <typename Shape>
+    static constexpr bool FITS = (Choices::template fits<Shape>() || ...);
+    template <typename Shape>
+    using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>, Choices...>::Config;
+};
+
+// Four slots a warp hide the memory's latency, eight also that of outliers' lists.
+using AllChoices = List<
+    Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>, Choice<3, 64, 1, 0>,  // by bytes
+    Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
+    Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
+    Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
+    Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
+    Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
+
+template <typename Shape, int B>
+struct Sharing : Shape {
+    static constexpr int BLOCKS = B;
+};
+
+// As many blocks share a multiprocessor as the shape asks for, if they fit, else one.
 template <typename Shape>
 struct Plan {
-    // Four slots a warp hide the memory's latency, eight also that of outliers' lists.
-    using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>,  //
-        Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>, Choice<3, 64, 1, 0>,  // by bytes
-        Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
-        Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
-        Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
-        Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>::Config;
+    static constexpr int BLOCKS = AllChoices::FITS<Shape> ? Shape::BLOCKS : 1;
+    using Shared = Sharing<Shape, BLOCKS>;
+    using Config = AllChoices::Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static_assert(SHARED <= SIGNPOST_SHARED, "no choice fits");
+    static_assert(SHARED <= Limits<Shared>::SHARED, "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 

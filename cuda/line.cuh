@@ -15,8 +15,8 @@ struct Line {
     using K = typename C::Key;
     using V = typename C::Value;
     static constexpr bool OUTLIERS = K::SPARSE || V::SPARSE;
-    // What the other tokens of a head cost, and going on to the next head within a block, in units.
-    static constexpr int EXACT = 8, NEXT = L::BYTES ? 22 : 20;
+    // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block.
+    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (L::BYTES ? 22 : 20) / C::BLOCKS;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
     // of a block that make it worth while.
     static constexpr int OF_A_PAGE = L::D / 8, HEADS = 32, SAMPLES = 2, WORTH = 128;

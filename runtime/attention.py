@@ -13,13 +13,13 @@ from math import log2
 import torch
 from torch import Tensor
 
-from artifacts import Format, PageGeometry
+from artifacts import Format, LayerFormat, PageGeometry
 from runtime import jit, smooth
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit, fits_bytes
+from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit, fits_bytes, sharing
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -115,7 +115,7 @@ class PagedAttention:
         self.key, self.value, self.rotation, self.dtype = key, value, rotation, dtype
         self.device = self._device(device)
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
-        self.grid = self._blocks()
+        self.grid = self._processors()
         self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
         angles = torch.arange(min(key.format.t, value.format.t), device=self.device, dtype=torch.float64)[
             :, None
@@ -129,8 +129,8 @@ class PagedAttention:
     def _device(device: torch.device | str | int) -> torch.device:
         return torch.device("cuda", jit._index(device))
 
-    def _blocks(self) -> int:
-        """How many blocks share the work of a step: one for each multiprocessor."""
+    def _processors(self) -> int:
+        """Multiprocessors, among which the blocks of a step are dealt out."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @staticmethod
@@ -150,10 +150,11 @@ class PagedAttention:
             moved.pop("unrotation", None)
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
-    def module(self, rows: int) -> jit.Module:
-        """The compiled kernels for so many query rows per kv head. Not to be called first within a capture."""
+    def module(self, rows: int, blocks: int) -> jit.Module:
+        """The compiled kernels for so many query rows per kv head and blocks a multiprocessor (`sharing`). Not to be
+        called first within a capture."""
         dtype = TYPES[self.dtype]
-        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.by_bytes)
+        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.by_bytes, blocks)
         return jit.load(unit, self.device)
 
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
@@ -191,18 +192,20 @@ class Step:
         scale: float,
     ):  # fmt: skip
         b, rows = lengths.numel(), kernels.g * m
-        module = kernels.module(rows)
+        self._formats, self._m = LayerFormat(kernels.key.format, kernels.value.format), m
+        blocks = sharing(self._formats, b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t, kernels.grid)
+        module = kernels.module(rows, blocks)
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = min(rows, MOST_ROWS)
-        self._tiles, self._rows, self._grid = -(-rows // taken), rows, kernels.grid
+        self._tiles, self._rows = -(-rows // taken), rows
+        self._grid = kernels.grid * module.integers["attend_blocks"]
         slots = self._grid + 2 * b * kernels.h_kv
         self.partial = torch.empty(
             self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
         )
         self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
-        self._formats, self._m = (kernels.key.format, kernels.value.format), m
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._pairs, self._d, self._stream = b * kernels.h_kv, kernels.d, lambda: kernels._stream(kernels.device)
         values = kernels._tables[1]
@@ -240,7 +243,8 @@ class Step:
         """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
         if self._debug and not torch.cuda.is_current_stream_capturing():
             key, value, lengths, _ = self._kept
-            for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
+            formats = self._formats.key, self._formats.value
+            for name, side, fmt in zip(("keys", "values"), (key, value), formats, strict=True):
                 check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()])
         params = self.params
         params.q = q.data_ptr()

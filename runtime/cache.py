@@ -26,7 +26,7 @@ from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, StepInputs, StepPackers
-from runtime.units import units
+from runtime.units import require_kernels, sharing, units
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -203,10 +203,20 @@ class LayerCache(CacheLayer):
         self.key.used[sequence] = self.value.used[sequence] = 0
 
 
-def _begin_kernels(bundle: Bundle, dtype: torch.dtype, device: torch.device | str) -> None:
+def _begin_kernels(
+    bundle: Bundle, b: int, max_tokens: int | None, dtype: torch.dtype, device: torch.device | str
+) -> None:
     """Begins to compile what steps and packing will load, all at once. Raises as `require_kernels`."""
-    steps = units(bundle, [dtype])
-    jit.begin([*pack_units.units(bundle, jit.arch_of(device), [dtype]), *steps], device)
+    require_kernels(bundle)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    shared = {
+        sharing(formats, pairs * bundle.model.h_kv, max_tokens or 0, processors)
+        for formats in bundle.layers
+        for pairs in (1, b)
+        if formats
+    }
+    steps, arch = units(bundle, [dtype], sorted(shared)), jit.arch_of(device)
+    jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
 
 
 class KVCache:
@@ -242,7 +252,7 @@ class KVCache:
         if budget is not None and max_tokens is None:
             raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
         if has_kernels(torch.device(device)):
-            _begin_kernels(bundle, dtype, device)
+            _begin_kernels(bundle, b, max_tokens, dtype, device)
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, self.rotation.inv_freq.device)

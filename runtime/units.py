@@ -5,11 +5,12 @@ all from `artifacts.geometry`), the model's dimensions, and wraps the kernels of
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from artifacts import Bundle, Format, PageGeometry, Rope
+from artifacts import Bundle, Format, LayerFormat, PageGeometry, Rope
 from artifacts.bundle import SIDES
 from artifacts.codes import RUN
 from artifacts.errors import UnsupportedModelError
@@ -20,6 +21,7 @@ from runtime.parts.dense import codebook, signpost_steps
 from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
 
+SHORT = 2048  # tokens of a sequence
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
 
@@ -118,11 +120,24 @@ def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
     return is_smooth(inv_freq) and all(bool((book.abs() <= 1).all()) for book in codebooks)
 
 
-def attend_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool) -> Unit:
+def sharing(fmt: LayerFormat, pairs: int, tokens: int, processors: int) -> int:
+    """How many blocks of the attention kernel are to share a multiprocessor: one's memory latency hides another's work.
+
+    pairs: of sequences and kv heads; tokens: the most that a sequence holds; processors: multiprocessors. Blocks then
+    have fewer warps. Measured (docs/kernels.md): worth it where a block has several heads; with outliers, whose lists
+    take so much shared memory that few warps are left, only where these are short.
+    """
+    outliers = fmt.key.sparse or fmt.value.sparse
+    return 2 if pairs >= 2 * processors and (not outliers or tokens <= SHORT) else 1
+
+
+def attend_unit(
+    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, blocks: int = 1
+) -> Unit:
     """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
-    by_bytes: what `fits_bytes` says.
+    by_bytes: what `fits_bytes` says. blocks: that are to share a multiprocessor (`sharing`), if they fit.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -134,11 +149,11 @@ struct Shape {{
     using Key = ::Key;
     using Value = ::Value;
     using Model = {dtype};
-    static constexpr int D = {d}, ROWS = {rows};
+    static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {blocks};
 }};
 using Plan = signpost::Plan<Shape>;
-extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
-extern "C" __global__ void __launch_bounds__(Plan::THREADS, 1)
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_blocks = Plan::BLOCKS;
+extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     signpost::attend<Shape>(params, shared);
@@ -153,7 +168,9 @@ write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     signpost::Writer<Shape>::run(params);
 }}
 """
-    return Unit("attend", source, ("attend", "merge", "write_tokens"), ("attend_threads", "attend_shared"))
+    return Unit(
+        "attend", source, ("attend", "merge", "write_tokens"), ("attend_threads", "attend_shared", "attend_blocks")
+    )
 
 
 def require_kernels(bundle: Bundle) -> None:
@@ -182,8 +199,12 @@ def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}  # of models, in C++
 
 
-def units(bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:
+def units(
+    bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16), shared: Iterable[int] = (1, 2)
+) -> list[Unit]:
     """What a decode step of one token launches for this bundle, for models of these types, each unit once.
+
+    shared: numbers of blocks that share a multiprocessor (`sharing`).
 
     Raises as `require_kernels`.
     """
@@ -194,6 +215,6 @@ def units(bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.
     found: dict[Unit, None] = {}
     for layer, (key, value) in enumerate(bundle.geometry.pairs):
         by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
-        for dtype in dtypes:
-            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes)] = None
+        for dtype, blocks in product(dtypes, shared):
+            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, blocks)] = None
     return list(found)

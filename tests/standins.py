@@ -153,6 +153,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
-    monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, dtype, device: require_kernels(bundle))
+    monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
     for module in (runtime.side, runtime.cache, runtime.decoding):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

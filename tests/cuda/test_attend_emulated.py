@@ -93,7 +93,8 @@ class Module:
     def __init__(self, library: ctypes.CDLL):
         structs = {"attend": _Attend, "merge": _Merge, "write_tokens": _Write}
         self.kernels = {name: Kernel(getattr(library, f"run_{name}"), struct) for name, struct in structs.items()}
-        self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
+        blocks = ctypes.c_int.in_dll(library, "attend_blocks").value
+        self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes(), "attend_blocks": blocks}
 
     def kernel(self, name: str) -> Kernel:
         return self.kernels[name]
@@ -106,16 +107,16 @@ class Emulated(PagedAttention):
     def _device(device) -> torch.device:
         return torch.device("cpu")
 
-    def _blocks(self) -> int:
+    def _processors(self) -> int:
         return BLOCKS
 
     @staticmethod
     def _stream(device: torch.device) -> int:
         return 0
 
-    def module(self, rows: int) -> Module:
+    def module(self, rows: int, blocks: int) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, blocks
         )
         return Module(build(unit.source))
 

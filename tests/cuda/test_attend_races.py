@@ -20,9 +20,9 @@ class Watched(Emulated):
 
     library: ctypes.CDLL
 
-    def module(self, rows: int) -> Module:
+    def module(self, rows: int, blocks: int) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, blocks
         )
         Watched.library = build(unit.source, races=True)
         return Module(Watched.library)
