@@ -130,6 +130,27 @@ def differences(got: PagePool, wanted: PagePool, loose: Iterable[str] = ()) -> l
     return found
 
 
+def check_factors(geometry: PageGeometry, got: PagePool, wanted: PagePool, ids: Tensor) -> None:
+    """Codes, outliers and segments' numbers to the bit; products of factors; nearly all signs of what these left."""
+    for name in ("codes", "band_codes", "scale", "zero", "start", "count", "index", "correction", "segment"):
+        if name in geometry.fields:
+            assert torch.equal(got.field(name)[ids].view(torch.uint8), wanted.field(name)[ids].view(torch.uint8)), name
+    product = [
+        pool.field("left")[ids].float() @ pool.field("right")[pool.field("segment")[ids][:, 0].long()].float().mT
+        for pool in (got, wanted)
+    ]
+    assert (product[0] - product[1]).norm() <= 1e-2 * product[1].norm()
+    for name in ("signs", "outlier_signs"):
+        if name in geometry.fields:
+            wrong = (got.field(name)[ids] ^ wanted.field(name)[ids]).view(torch.uint8).unsqueeze(-1)
+            wrong = (wrong >> torch.arange(8, device=ids.device, dtype=torch.uint8)) & 1
+            assert wrong.float().mean() < 2e-3, name
+    for name in ("norm", "outlier_norm"):
+        if name in geometry.fields:
+            mine, theirs = got.field(name)[ids].float(), wanted.field(name)[ids].float()
+            assert ((mine - theirs).abs() <= 2e-3 * theirs + 1e-6).all(), name
+
+
 def _copied(pool: PagePool) -> PagePool:
     copy = PagePool(pool.geometry, pool.capacity, "cpu", pool.segments.shape[0])
     for name in ("heads", "records", "segments"):

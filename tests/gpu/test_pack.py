@@ -10,7 +10,17 @@ from runtime.pack import Packer, source
 from runtime.pack_units import LAYERS_AT_ONCE
 from runtime.rope import Rotation
 from tests.formats import random_tensors
-from tests.packing import differences, direct_sides, exact_tensors, numbers, poisoned, reference, ring_of, sides
+from tests.packing import (
+    check_factors,
+    differences,
+    direct_sides,
+    exact_tensors,
+    numbers,
+    poisoned,
+    reference,
+    ring_of,
+    sides,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,26 +100,6 @@ def test_numbers_through_registers(name, geometry, rope, dtype):
     _, got, wanted, _ = check_prompt(geometry, rope, dtype, "grid")
     problems = differences(got, wanted, loose(geometry))
     assert not problems, "\n".join(problems)
-
-
-def check_factors(geometry, got, wanted, ids):
-    """Codes, outliers and segments' numbers to the bit; products of factors; nearly all signs of what these left."""
-    for name in ("codes", "scale", "zero", "start", "count", "index", "correction", "segment"):
-        if name in geometry.fields:
-            assert torch.equal(got.field(name)[ids].view(torch.uint8), wanted.field(name)[ids].view(torch.uint8)), name
-    product = [
-        pool.field("left")[ids].float() @ pool.field("right")[pool.field("segment")[ids][:, 0].long()].float().mT
-        for pool in (got, wanted)
-    ]
-    assert (product[0] - product[1]).norm() <= 1e-2 * product[1].norm()
-    for name in ("signs", "outlier_signs"):
-        if name in geometry.fields:
-            wrong = (got.field(name)[ids] ^ wanted.field(name)[ids]).view(torch.uint8).unsqueeze(-1)
-            wrong = (wrong >> torch.arange(8, device="cuda", dtype=torch.uint8)) & 1
-            assert wrong.float().mean() < 2e-3, name
-    for name in loose(geometry):
-        mine, theirs = got.field(name)[ids].float(), wanted.field(name)[ids].float()
-        assert ((mine - theirs).abs() <= 2e-3 * theirs + 1e-6).all(), name
 
 
 @pytest.mark.parametrize("kind", ["smooth", "equal", "huge"])
