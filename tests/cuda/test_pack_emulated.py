@@ -19,6 +19,7 @@ from tests.packing import (
     differences,
     direct_sides,
     exact_tensors,
+    leaving,
     numbers,
     poisoned,
     reference,
@@ -340,7 +341,8 @@ def test_prompts_with_factors(name, geometry, rope, monkeypatch):
     for i in range(b):
         fields = reference(codecs[0], rotation, x[i], first, pages, int(offsets[i]))
         wanted.write(table[i, first:4].long(), fields, segments[i, [1, 3]].long())
-    check_factors(geometry, got, wanted, table[:, first:4].flatten().long())
+        groups = leaving(codecs[0], rotation, x[i], first, pages, int(offsets[i]))
+        check_factors(codecs[0], got, wanted, table[i, first:4].long(), groups)
 
 
 @pytest.mark.parametrize("name, geometry, rope", FACTORS, ids=[side[0] for side in FACTORS])
@@ -362,7 +364,8 @@ def test_steps_with_factors(name, geometry, rope, monkeypatch):
         for i in (0, 2):
             fields = reference(codecs[k], rotation, x[k, i], 1, 1, 0)
             wanted.write(table[i, 1:2].long(), fields, segments[i, 1:2].long())
-        check_factors(geometry, got, wanted, torch.tensor([2, 0]))
+            groups = leaving(codecs[k], rotation, x[k, i], 1, 1, 0)
+            check_factors(codecs[k], got, wanted, table[i, 1:2].long(), groups)
         for store in (got.heads, got.records, got.segments):
             assert (store[1] == 0xFF).all()
 
