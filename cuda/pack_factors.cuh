@@ -60,7 +60,7 @@ struct Project {
         float* rows = matrix.numbers() + static_cast<long long>(token + r) * Segment<S, F>::STRIDE + 4 * c;
         constexpr int LOWER = 8 * Segment<S, F>::STRIDE;
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
+#pragma unroll 1  // 64 channels' loads at once are enough, and more spill
         for (int j = 0; j < GROUPS; j += 4) {
             float4 x[4][2];
 #pragma unroll
