@@ -15,7 +15,7 @@ MODULES = {  # page: modules, in the order of reading
         "order", "codes", "codebooks", "model", "errors",
     ],
     "runtime": ["hf", "hf_load", "hf_model", "hf_decoder", "cache", "engine", "sampling", "codec", "pages", "attention",
-                "pack", "pack_units", "jit", "lm_eval/scoring", "lm_eval/model"],
+                "pack", "pack_units", "pack_factors", "jit", "lm_eval/scoring", "lm_eval/model"],
     "calib": ["pipeline", "config", "choices", "collect", "tap", "evaluate", "data", "signposts", "report/observe"],
 }  # fmt: skip
 

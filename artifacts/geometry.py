@@ -14,7 +14,7 @@ from artifacts.fields import Field, PageShape, SideName
 from artifacts.format import Format, LayerFormat
 
 ALIGN = 16
-TABLE_BYTES = 4  # an entry of a block table: one int32 page id
+TABLE_BYTES = 4  # an entry of a block table: one int32 id of a page or of its segment
 SEGMENT_PAGES = 64  # pages of a prompt that are packed together at most
 
 
@@ -70,6 +70,11 @@ class PageGeometry:
         """Bytes of one kv head's entry of a segment; 0 for formats without segments."""
         return self._placed[1]["segment"]
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of block tables for a page: its id and, for formats with segments, that of its segment."""
+        return TABLE_BYTES * (2 if self.segment_bytes else 1)
+
     def segments(self, pages: int, prompt_pages: int) -> int:
         """Segments behind so many pages: a prompt's are packed up to 64 together, each page of decoded tokens alone."""
         return -(-prompt_pages // SEGMENT_PAGES) + pages - prompt_pages if self.segment_bytes else 0
@@ -93,14 +98,14 @@ class PageGeometry:
         """Bytes that a cache with room for n tokens of one sequence allocates for this side.
 
         full_bytes: bytes of a full-precision number (2 for float16 and bfloat16). prompt: how many of the tokens come
-        as one prompt, which makes segments fewer. Counted: sinks, window buffer, pages, records, segments, block table.
+        as one prompt, which makes segments fewer. Counted: sinks, window buffer, pages, records, segments, tables.
         """
         window, t = self.format.window, self.format.t
         buffered = window.sinks + window.recent + t
         pages = window.pages(n, t)
         segments = self.segments(pages, window.pages(min(prompt, n), t))
         exact = buffered * self.shape.h_kv * self.shape.d * full_bytes
-        return exact + pages * (self.page_bytes + TABLE_BYTES) + segments * self.shape.h_kv * self.segment_bytes
+        return exact + pages * (self.page_bytes + self.table_bytes) + segments * self.shape.h_kv * self.segment_bytes
 
 
 Pair = tuple[PageGeometry, PageGeometry]

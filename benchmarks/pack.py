@@ -5,16 +5,14 @@
 
 Bytes: what is read (fp16 numbers) plus what is written (pages). Numbers are like a cache's, as those of
 `benchmarks.decode_attention`; keys that are stored before RoPE arrive after it. A prompt is larger than the L2 cache.
-A step is that of all layers of a model, one launch a side; its time is given per layer.
-Times are medians in microseconds per layer and side, of CUDA graphs but for formats with factors, which no graph can
-hold. `--once` runs every kernel of a prompt once, for a profiler.
+A step is that of all layers of a model, one launch a side (of each of its kernels); its time is given per layer.
+Times are medians in microseconds per layer and side, of CUDA graphs.
+`--once` runs every kernel of a prompt once, for a profiler.
 """
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.fields import SideName
+from artifacts.geometry import SEGMENT_PAGES
 from benchmarks.decode_attention import FORMATS, MODELS, D, copy_bandwidth, numbers, tables, timed
 from runtime import jit
 from runtime.codec import Codec, PagePool
@@ -49,9 +48,9 @@ class Row:
     bytes_: int
     tb_s: float
     of_copy: float
-    window_us: float | None
-    windows_us: float | None
-    idle_us: float | None
+    window_us: float
+    windows_us: float
+    idle_us: float
     registers: int
     shared: int
     ctas: int
@@ -78,7 +77,7 @@ class Case:
         packer = Packer(Codec(geometry, tables(fmt, numbers(1024, h_kv, 99)), "cuda"), rotation, torch.float16)
         pages = (n - fmt.window.sinks) // fmt.t
         count = geometry.segments(pages, pages)
-        segments = torch.arange(count, device="cuda") if count else None
+        segments = torch.arange(pages, device="cuda", dtype=torch.int32)[None] // SEGMENT_PAGES if count else None
         table = torch.randperm(pages, device="cuda", dtype=torch.int32)[None]
         x = prompt(h_kv, n)
         if fmt.domain == "pre_rope":
@@ -93,30 +92,16 @@ def measure(name: str, side: SideName, h_kv: int, n: int, copy: float) -> Row:
     """One side of one format."""
     case = Case.of(name, side, h_kv, n)
     packer, geometry = case.packer, case.packer.geometry
-    graphs = geometry.format.lowrank is None
     torch.cuda.synchronize()  # `timed` warms up on a stream of its own
-    us = timed([case.pack]) if graphs else eager(case.pack)
+    us = timed([case.pack])
     bytes_ = case.table.shape[1] * (geometry.format.t * h_kv * D * 2 + geometry.page_bytes)
     packer.check()
-    steps = windows(case) if graphs else [None] * 3
+    steps = windows(case)
     found = jit.report(packer.unit, jit.arch_of("cuda"))["pack"]
     return Row(
         name, side, geometry.bits, us, bytes_, bytes_ / us * 1e-6, bytes_ / (us * 1e-6) / copy, *steps,
         found.registers, packer.plan.shared, packer.plan.ctas,
     )  # fmt: skip
-
-
-def eager(run: Callable[[], None], times: int = 5) -> float:
-    """Median microseconds of a call, the host's time included."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(times + 1):
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(found[1:])
 
 
 def rotated(rotation: Rotation, x: Tensor, first: int) -> Tensor:
@@ -131,21 +116,22 @@ def prompt(h_kv: int, n: int) -> Tensor:
     return numbers(min(n, 4096), h_kv, 1).half().repeat(-(-n // 4096), 1, 1)[None, :n]
 
 
-def windows(case: Case) -> list[float | None]:
+def windows(case: Case) -> list[float]:
     """Microseconds per layer of a step in which the page of one sequence fills in all layers, of eight, and of none."""
     geometry = case.packer.geometry
     window, t = geometry.format.window, geometry.format.t
     packer = Packer(case.packer.codecs * LAYERS, case.rotation, torch.float16)
     tokens = case.x[:, window.sinks : window.sinks + window.recent + t]
-    found: list[float | None] = []
+    found: list[float] = []
     for b, full in ((1, True), (8, True), (1, False)):
-        pools = [PagePool(geometry, b, "cuda") for _ in range(LAYERS)]
+        pools = [PagePool(geometry, b, "cuda", b) for _ in range(LAYERS)]
         rings = [tokens.repeat(b, 1, 1, 1) for _ in range(LAYERS)]
         n = window.sinks + window.recent + t + int(not full)
         lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
         table = torch.arange(b, dtype=torch.int32, device="cuda")[:, None]
         torch.cuda.synchronize()
-        found.append(timed([partial(packer.step, pools, table, rings, lengths)]) / LAYERS)
+        segments = table if geometry.format.lowrank else None  # the page is a segment of its own
+        found.append(timed([partial(packer.step, pools, table, rings, lengths, segments=segments)]) / LAYERS)
         packer.check()
     return found
 
@@ -187,7 +173,7 @@ def show(rows: list[Row], copy: float, tokens: int) -> None:
     for r in rows:
         table.add_row(
             r.format, r.side, f"{r.bits:.2f}", f"{r.us:.1f}", f"{r.tb_s:.2f}", f"{r.of_copy:.0%}",
-            *("-" if us is None else f"{us:.1f}" for us in (r.window_us, r.windows_us, r.idle_us)), str(r.registers),
+            *(f"{us:.1f}" for us in (r.window_us, r.windows_us, r.idle_us)), str(r.registers),
         )  # fmt: skip
     Console(width=120).print(table)
 

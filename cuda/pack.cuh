@@ -4,8 +4,8 @@
 //
 // The order of work on a page: numbers come to shared memory (rotary embedding is undone, means are taken off, vectors rotated);
 // outliers are found, limited and counted; the CTAs of the page agree where each tile's list begins; scales; codes; corrections;
-// the sketch of what is left. What a low-rank part would factorize is written out as `residual`: factors are not found here
-// (runtime/pack.py).
+// the sketch of what is left. What a low-rank part is to factorize is written out as `residual`, and the kernels of
+// pack_factors.cuh go on from there.
 #pragma once
 
 #include "pack_dense.cuh"
@@ -122,8 +122,9 @@ struct Packer {
 
     __device__ __forceinline__ void write_residual() {
         if (!page.params.residual) return;
-        for (int i = threadIdx.x; i < A::TOKENS * page.heads * A::D; i += A::THREADS) {
-            const int channel = i % A::D, head = i / A::D % page.heads, row = i / A::D / page.heads;
+        for (int i = threadIdx.x; i < A::TOKENS * A::HEADS * A::D; i += A::THREADS) {
+            const int channel = i % A::D, head = i / A::D % A::HEADS, row = i / A::D / A::HEADS;
+            if (head >= page.heads) continue;
             const long long place = (static_cast<long long>(page.launched) * A::T + A::token(page.slice, row)) * A::H + page.first_head + head;
             page.params.residual[place * A::D + channel] = after_outliers(page.number_at(row, head, channel), row, head, channel);
         }

@@ -93,6 +93,12 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Ends a group of copies; waits for all but the newest PENDING groups.
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_pending() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // 16 bytes of a table that all read.
 __device__ __forceinline__ uint4 load_table(const uint4* p) { return __ldg(p); }
@@ -109,6 +115,19 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned
 }
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// x rounded to TF32, as a float's bits.
+__device__ __forceinline__ unsigned tensor_float(float x) {
+    unsigned y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+// sum += a b: 16 x 8 times 8 x 8 numbers of TF32.
+__device__ __forceinline__ void multiply_floats8(float (&sum)[4], uint4 a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
@@ -142,6 +161,12 @@ __device__ __forceinline__ F16 narrow(float x) { return narrow_to<F16>(x); }
 __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), F16()); }
 __device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }
 __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
+
+// Two pieces of TF32 that add up to x but for its last two bits.
+__device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& low) {
+    high = tensor_float(x);
+    low = tensor_float(sub(x, as_float(high)));
+}
 
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }

@@ -63,16 +63,32 @@ struct PackParams {
     const uint4* kept_words;            // [H][D] of two bytes: all bits set where a channel is in the main sketch
     const uint2* outlier_channels;      // [H][OUTLIER_STEPS][4][4] of two bytes, or 0xFFFF
     float* residual;           // what dense and sparse leave, [packed pages][T][H][D] in the order of the launch; or null
+    unsigned char* segments;   // [capacity_segments][H][SEGMENT_BYTES], for the kernels of pack_factors.cuh, like the next four
+    const int* segment_ids;    // of each page [b][segment_stride]
+    const float* start;        // of subspace iteration [COLUMNS][D]
+    float* gram;               // [b][segments of a sequence][H][splits][D][D]
+    float* directions;         // [b][segments of a sequence][H][D][8]
     float* workspace;          // [CTAs][HEADS][TOKENS][ROW] for Store::WORKSPACE
-    int* status;               // bits are set: 1 page id out of range, 2 scale beyond float16, 4 NaN or infinity
-    long long table_stride;
+    int* status;               // bits are set: 1 page id out of range, 2 scale beyond float16, 4 NaN or infinity, 8 segment id out of range
+    long long table_stride, segment_stride;
     int ring_capacity;     // tokens
     int prompt_first;
     int first_page;        // without lengths: pages first_page ... of every sequence
     int fresh;             // with lengths: tokens that every sequence got since the last launch, at most T
-    int capacity_pages;
+    int capacity_pages, capacity_segments;
+    int pages;             // of a sequence in a launch of pack_factors.cuh
+    int splits;            // of a segment's tokens
     float scaling, unscaling;  // RoPE's factor on cos and sin; 1 / factor^2
 };
+
+// Number of the index-th page of a sequence that a launch packs, or -1: none is due.
+template <class S>
+__device__ __forceinline__ int page_due(const PackParams& params, int sequence, int index) {
+    if (!params.lengths) return params.first_page + index;
+    const int behind = params.lengths[sequence] - S::SINKS - S::RECENT;
+    const int full = max(behind, 0) / S::T;
+    return full == max(behind - params.fresh, 0) / S::T ? -1 : full - 1;
+}
 
 template <class S, class P>
 struct Shape {
@@ -193,14 +209,8 @@ struct Page {
     __device__ __forceinline__ bool locate() {
         sequence = blockIdx.y;
         launched = blockIdx.x / P::CTAS + gridDim.x / P::CTAS * blockIdx.y;
-        if (params.lengths) {
-            const int behind = params.lengths[sequence] - S::SINKS - S::RECENT;
-            const int full = max(behind, 0) / S::T;
-            if (full == max(behind - params.fresh, 0) / S::T) return false;
-            number = full - 1;
-        } else {
-            number = params.first_page + blockIdx.x / P::CTAS;
-        }
+        number = page_due<S>(params, sequence, blockIdx.x / P::CTAS);
+        if (number < 0) return false;
         id = params.table[sequence * params.table_stride + number];
         if (id < 0 || id >= params.capacity_pages) {
             report(1);

@@ -48,7 +48,7 @@ class LayerCache(CacheLayer):
         def side(name: SideName, fmt: Format, turning: Rotation | None) -> Side:
             geometry = PageGeometry.of(fmt, model.h_kv, model.d, name)
             codec = Codec(geometry, bundle.side_tensors(layer, name), self.device)
-            return room.join(Side(codec, turning, room.tables[filling(fmt)], room.next_index(fmt), b, dtype))
+            return room.join(Side(codec, turning, room.tables[filling(fmt)], room.next_rows(geometry), b, dtype))
 
         self.key, self.value = side("key", formats.key, self.rotation), side("value", formats.value, None)
         self._step: LayerStep | None = None
@@ -104,9 +104,6 @@ class LayerCache(CacheLayer):
         self.advance(range(len(self.lengths)))
         if before != (self.key.used, self.value.used):
             step.pack(inputs)
-        if step.on_host:
-            for i, n in enumerate(self.lengths):
-                step.pack_factors(i, n, self.offsets[i])
         return out
 
     def advance(self, sequences: Sequence[int]) -> None:
@@ -380,8 +377,6 @@ class KVCache:
 
         Raises KernelError in the end where it could not; tokens were appended all the same: release their sequence.
         """
-        # What factors of a decode step were found from is not told by this: logits without numbers tell of it.
-        forget_all([side.packer for side in self.room.sides if side.format.lowrank and side.loaded_packer])
         self.room.checks = False
         try:
             yield

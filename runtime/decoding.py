@@ -191,9 +191,6 @@ class DeviceSteps:
         )
         for layer in self.kv.paged:
             layer.advance(list(tokens))
-            if (kernels := layer.loaded_step) and kernels.on_host:
-                for i in tokens:
-                    kernels.pack_factors(i, layer.lengths[i], layer.offsets[i])
         return out[list(tokens)]
 
 

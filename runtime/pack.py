@@ -7,9 +7,10 @@ sum is rounded in another order: norms (`normalize: norm`, sketches) by one unit
 follows from them; signs of a sketch's products that are within rounding of zero; all of a rotated format's numbers in
 the last bits of float32; and which of two zeros the middle of a range of zeros is.
 
-Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float32).
-Factors are found by torch (`runtime.parts.lowrank`), which synchronizes, so that they cannot be captured in a graph.
-`Packer.prompt` does both, and then packs a sketch of what is left with a second kernel, if the format has one.
+Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float32),
+from which three more find the factors (`runtime.pack_factors`); then a sketch of what is left is packed, if the format
+has one. All of them run one after the other on work space that torch allocates, which a graph keeps as its own. Factors
+are the torch codec's up to rounding, and so is what follows from them.
 """
 
 import ctypes
@@ -24,19 +25,9 @@ from artifacts.geometry import SEGMENT_PAGES
 from runtime import jit
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
-from runtime.pack_units import (
-    LAYERS_AT_ONCE,
-    Params,
-    Plan,
-    Source,
-    is_direct,
-    layers_type,
-    outlier_steps,
-    pack_unit,
-    plan,
-    sketch_plan,
-    sketch_unit,
-)
+from runtime.pack_factors import Factors, Launch, columns
+from runtime.pack_params import LAYERS_AT_ONCE, Params, Source, layers_type
+from runtime.pack_units import Plan, factor_units, is_direct, outlier_steps, pack_unit, plan, sketch_plan
 from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
@@ -60,6 +51,7 @@ STATUS = {
     1: "a block table holds a page id outside the pool",
     2: "a scale or zero point does not fit float16 (largest 65504): is the model sound?",
     4: "keys or values hold NaN or infinity: check the model's dtype and weights",
+    8: "a segment table holds an id outside the pool",
 }
 
 
@@ -96,10 +88,10 @@ class Packer:
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._sketcher = None
-        if geometry.format.lowrank and geometry.format.sketch:
-            self._sketch_plan = sketch_plan(geometry, arch)
-            self._sketcher = jit.load(sketch_unit(f"{name}-sketch", geometry, arch), self.device).kernel("pack")
+        behind = [jit.load(unit, self.device) for unit in factor_units(name, geometry, arch, self.at_once)]
+        self._factors = Factors(geometry, behind[0], self.device) if behind else None
+        self._sketcher = behind[1].kernel("pack") if behind[1:] else None
+        self._sketch_plan = sketch_plan(geometry, arch) if self._sketcher else self.plan
         self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         self._params = [self._of_layer(tables, rope) for tables in self.tables]
 
@@ -137,10 +129,10 @@ class Packer:
 
         x [b, n, h_kv, d]: tokens from number `first_token` on; older ones come from ring [b, capacity, h_kv, d], where
         token n behind the sinks is at n % capacity. table int32 [b, at least first_page + pages]. offsets: int32 [b],
-        positions of token 0, or None. segments: int64 on the device, ids of segments to fill, for formats with factors:
-        for each sequence as many as `geometry.segments` says for `pages` pages at once. layer: number of the codec.
+        positions of token 0, or None. segments: for formats with factors, the id of each page's segment, int32 like
+        table: SEGMENT_PAGES pages from `first_page` on are one, and so on. layer: number of the codec.
         """
-        params = self._bound(layer, pool, table, offsets)
+        params = self._bound(layer, pool, table, offsets, segments)
         params.prompt, params.prompt_first = source(self._checked(x)), first_token
         if ring is not None:
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
@@ -152,18 +144,10 @@ class Packer:
         b = table.shape[0]
         if self._debug:
             check_ids(table[:, first_page : first_page + pages], first_page, pool.capacity)
-        if not self.geometry.format.lowrank:
-            params.first_page = first_page
-            self._launch(self.kernel, self.plan, [params], b, pages)
-            return
-        each = self.geometry.segments(pages, pages)
-        if segments is None or segments.numel() != b * each:
-            have = 0 if segments is None else segments.numel()
-            raise KernelError(f"{b} x {pages} pages form {b * each} segments, {have} ids were given (segments=)")
-        for k in range(each):
-            params.first_page = first_page + k * SEGMENT_PAGES
-            count = min(SEGMENT_PAGES, pages - k * SEGMENT_PAGES)
-            self._with_factors(params, pool, table, b, count, segments.view(b, each)[:, k])
+        at_once = SEGMENT_PAGES * self._factors.fit(b, SEGMENT_PAGES) if self._factors else max(pages, 1)
+        for first in range(0, pages, at_once):
+            params.first_page = first_page + first
+            self._pack([params], b, min(at_once, pages - first))
 
     def step(
         self,
@@ -173,16 +157,15 @@ class Packer:
         lengths: Tensor,
         fresh: int = 1,
         offsets: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> None:
         """Packs the page that has just filled, of each sequence where one has: lengths, int32 [b] on the device, say.
 
-        All layers in one launch (of LAYERS_AT_ONCE each), so that a step in which no page fills costs next to nothing.
-        pools, rings: of each layer; lengths: cached tokens, the last `fresh` (at most t) of them new since the last
-        call. rings, table, offsets: as in `prompt`, all layers have the same. Raises KernelError for formats with
-        factors.
+        All layers in one launch (of LAYERS_AT_ONCE each; for formats with factors, as many as have work space), so that
+        a step in which no page fills costs next to nothing. pools, rings: of each layer; lengths: cached tokens, the
+        last `fresh` (at most t) of them new since the last call. rings, table, offsets, segments: as in `prompt`, all
+        layers have the same; a page that fills is a segment of its own.
         """
-        if self.geometry.format.lowrank:
-            raise KernelError("factors are found by torch, and the host has to know which pages fill: use `prompt`")
         pools = [pools] if isinstance(pools, PagePool) else pools
         rings = [rings] if isinstance(rings, Tensor) else rings
         if not len(pools) == len(rings) == len(self.codecs):
@@ -191,12 +174,14 @@ class Packer:
             self._check_step(pools, table, lengths, fresh)
         layers = []
         for i, (pool, ring) in enumerate(zip(pools, rings, strict=True)):
-            params = self._bound(i, pool, table, offsets)
+            params = self._bound(i, pool, table, offsets, segments)
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
             params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
             layers.append(params)
-        for first in range(0, len(layers), self.at_once):
-            self._launch(self.kernel, self.plan, layers[first : first + self.at_once], table.shape[0], 1)
+        b = table.shape[0]
+        at_once = min(self.at_once, self._factors.fit(b, 1)) if self._factors else self.at_once
+        for first in range(0, len(layers), at_once):
+            self._pack(layers[first : first + at_once], b, 1)
 
     def _check_step(self, pools: Sequence[PagePool], table: Tensor, lengths: Tensor, fresh: int) -> None:
         window, t = self.geometry.format.window, self.geometry.shape.t
@@ -219,51 +204,71 @@ class Packer:
             )
         return x
 
-    def _bound(self, layer: int, pool: PagePool, table: Tensor, offsets: Tensor | None) -> Params:
+    def _bound(
+        self, layer: int, pool: PagePool, table: Tensor, offsets: Tensor | None, segments: Tensor | None
+    ) -> Params:
         params = Params.from_buffer_copy(self._params[layer])
         params.table, params.table_stride = _int32(table, "block table"), table.stride(0)
         params.offsets = None if offsets is None else _int32(offsets, "offsets")
         params.heads, params.records = pool.heads.data_ptr(), pool.records.data_ptr()
         params.capacity_pages = pool.capacity
+        if self._factors:
+            if segments is None or segments.shape != table.shape:
+                given = "none" if segments is None else list(segments.shape)
+                raise KernelError(f"segments of pages: a table like that of pages, {list(table.shape)}, not {given}")
+            params.segment_ids, params.segment_stride = _int32(segments, "segment table"), segments.stride(0)
+            params.segments, params.capacity_segments = pool.segments.data_ptr(), pool.segments.shape[0]
         return params
 
-    def _launch(self, kernel: jit.Kernel, p: Plan, layers: Sequence[Params], b: int, pages: int) -> None:
+    def _pack(self, layers: Sequence[Params], b: int, pages: int) -> None:
+        """So many pages of b sequences of each layer; for formats with factors those of a prompt begin with a segment.
+
+        These have codes and outliers first, then factors of what they left, then the sketch of what these left.
+        """
         if not b or not pages:
             return
+        if not self._factors:
+            self._launch_pages(self.kernel, self.plan, layers, b, pages)
+            return
+        shape = self.geometry.shape
+        left = torch.empty(len(layers), b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
+        for params, numbers in zip(layers, left, strict=True):
+            params.residual = numbers.data_ptr()
+        self._launch_pages(self.kernel, self.plan, layers, b, pages)
+        self._factors.run(layers, b, pages, self._launch)
+        if self._sketcher:
+            rest = [_sketched(self.geometry, *pair) for pair in zip(layers, left, strict=True)]
+            self._launch_pages(self._sketcher, self._sketch_plan, rest, b, pages)
+
+    def _launch_pages(self, kernel: jit.Kernel, p: Plan, layers: Sequence[Params], b: int, pages: int) -> None:
         if p.workspace:
             self.reserve(b, pages)
             for i, params in enumerate(layers):
                 params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
+        self._launch(kernel, p, layers, (pages * p.ctas, b, len(layers)))
+
+    def _launch(
+        self, kernel: jit.Kernel, p: Plan | Launch, layers: Sequence[Params], grid: tuple[int, int, int]
+    ) -> None:
         argument = layers_type(kernel.params_size // ctypes.sizeof(Params))()
         for i, params in enumerate(layers):
             argument.layer[i] = params
-        grid = (pages * p.ctas, b, len(layers))
         kernel.launch(grid, p.threads, p.shared, argument, jit.current_stream(self._index))
         if self._debug:
             self.check()
 
-    def _with_factors(
-        self, params: Params, pool: PagePool, table: Tensor, b: int, pages: int, segments: Tensor
-    ) -> None:
-        """One segment of each sequence: codes and outliers by the kernel, factors of what they left by torch, and the
-        sketch of what these left by another kernel."""
-        part, shape = self.geometry.format.lowrank, self.geometry.shape
-        assert part is not None
-        left = torch.empty(b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
-        params.residual = left.data_ptr()
-        self._launch(self.kernel, self.plan, [params], b, pages)
-        ids = table[:, params.first_page : params.first_page + pages].long()
-        for i in range(b):
-            fields, product = lowrank.encode(part, shape, left[i], None, {}, pages)
-            pool.write(ids[i], fields, segments[i : i + 1])
-            left[i] -= product
-        if self._sketcher is not None:
-            rest = Params.from_buffer_copy(params)
-            # Sequences and pages in the order in which they were written out; no token comes from elsewhere.
-            rest.prompt = source(left.flatten(1, 2))
-            rest.prompt_first = params.first_page * shape.t + self.geometry.format.window.sinks
-            rest.residual = None
-            self._launch(self._sketcher, self._sketch_plan, [rest], b, pages)
+
+def _sketched(geometry: PageGeometry, params: Params, left: Tensor) -> Params:
+    """Parameters for the sketch of what factors have left, [b, pages, t, h_kv, d]: sequences and pages are in the order
+    in which they were written out, and no token comes from elsewhere."""
+    shape, rest = geometry.shape, Params.from_buffer_copy(params)
+    rest.residual = None
+    if params.lengths:
+        rest.ring, rest.ring_capacity = source(left[:, 0]), shape.t  # token n behind the sinks is at n % t
+    else:
+        rest.prompt = source(left.flatten(1, 2))
+        rest.prompt_first = params.first_page * shape.t + geometry.format.window.sinks
+    return rest
 
 
 def check_all(packers: Sequence[Packer]) -> None:
@@ -329,6 +334,8 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
         found["inv_freq"] = rotation.inv_freq.float()
     if fmt.banded:
         found["bands"] = banded.pack_tables(tables)
+    if fmt.lowrank:
+        found["start"] = lowrank.starting(codec.geometry.shape.d, columns(codec.geometry)).T.to(codec.device)
     if fmt.rotate and tables["rotation"].dim() == 3:  # whole numbers of eight bits: one piece
         first = direct and codec.geometry.shape.side == "value"
         pieces = [fragments(matrix, piece, 1.0, first_operand=first, count=1) for matrix in tables["rotation"]]

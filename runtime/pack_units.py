@@ -1,7 +1,6 @@
 """Pack kernels as translation units: how a format's pages are cut among CTAs, the kernel's parameters, its source."""
 
 import ctypes
-import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +14,8 @@ from artifacts.order import TILE
 from artifacts.parts.banded import BAND
 from artifacts.parts.sparse import BLOCK
 from runtime.jit import KernelError, Unit
+from runtime.pack_factors import factor_unit
+from runtime.pack_params import LAYERS_AT_ONCE, Params
 from runtime.units import side_struct
 
 INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
@@ -23,60 +24,6 @@ CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
 BAND_TREE = 128  # bytes: `BandTree` of cuda/pack_bands.cuh
-LAYERS_AT_ONCE = 64  # of a launch: a kernel's parameters have 32764 bytes
-
-
-class Source(ctypes.Structure):
-    """Numbers: strides of sequences, tokens and heads."""
-
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("sequence", "token", "head")))
-
-
-_POINTERS = (
-    *(
-        "table",
-        "lengths",
-        "offsets",
-        "heads",
-        "records",
-        "edges",
-        "values",
-        "bands",
-        "scale",
-        "inverse",
-        "zero",
-        "lower",
-        "upper",
-        "mean",
-    ),
-    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
-    *("residual", "workspace", "status"),
-)
-
-
-class Params(ctypes.Structure):
-    """`signpost::PackParams`."""
-
-    _fields_ = (
-        ("prompt", Source),
-        ("ring", Source),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("table_stride", ctypes.c_longlong),
-        ("ring_capacity", ctypes.c_int),
-        ("prompt_first", ctypes.c_int),
-        ("first_page", ctypes.c_int),
-        ("fresh", ctypes.c_int),
-        ("capacity_pages", ctypes.c_int),
-        ("scaling", ctypes.c_float),
-        ("unscaling", ctypes.c_float),
-    )
-
-
-@functools.cache
-def layers_type(count: int) -> type[ctypes.Structure]:
-    """The kernel's argument: the parameters of so many layers."""
-    return type("Layers", (ctypes.Structure,), {"_fields_": (("layer", Params * count),)})
-
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
 _SHARED = {"sm_80": (163, 164), "sm_90a": (227, 228), "sm_100": (227, 228)} | {
@@ -279,12 +226,21 @@ def pack_unit(
     return _unit(name, "Side", geometry, rope, dtype, plan(geometry, rope, dtype, arch), layers)
 
 
-def sketch_unit(name: str, geometry: PageGeometry, arch: str) -> Unit:
+def sketch_unit(name: str, geometry: PageGeometry, arch: str, layers: int = 1) -> Unit:
     """For formats with factors and a sketch: packs the sketch of what is left, float32 [p, t, h_kv, d], and no more."""
     numbers = "BITS = 0, BANDED = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
     scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
     left = f"Left : Side {{ static constexpr int {numbers}; {scales} }}"
-    return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch))
+    return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch), layers)
+
+
+def factor_units(name: str, geometry: PageGeometry, arch: str, layers: int = 1) -> list[Unit]:
+    """What runs behind `pack_unit`: for formats with factors the kernels that find them, and the sketch's if there is
+    one. Raises KernelError for ranks without a kernel."""
+    if not geometry.format.lowrank:
+        return []
+    sketch = [sketch_unit(f"{name}-sketch", geometry, arch, layers)] if geometry.format.sketch else []
+    return [factor_unit(f"{name}-factors", geometry, layers), *sketch]
 
 
 def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
@@ -355,6 +311,5 @@ def units(bundle: Bundle, arch: str, dtypes: Iterable[torch.dtype] = (torch.floa
         turned = rope if geometry.format.domain == "pre_rope" else None
         for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):
             found.append(pack_unit("pack", geometry, turned, dtype, arch, layers))
-        if geometry.format.lowrank and geometry.format.sketch:
-            found.append(sketch_unit("pack-sketch", geometry, arch))
+            found += factor_units("pack", geometry, arch, layers)
     return list(dict.fromkeys(found))

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from artifacts import CacheGeometry, Format, PageGeometry
-from artifacts.geometry import TABLE_BYTES
+from artifacts import CacheGeometry, PageGeometry
 from runtime.pages import CacheFullError, PageBook
 from runtime.side import BlockTables, Filling, Side, filling
 from runtime.step import StepInputs
@@ -50,7 +49,7 @@ class Room:
                 fmt, shape = side.format, side.shape
                 count, segments = self._reserved(side)
                 exact = fmt.window.sinks + fmt.window.recent + fmt.t
-                fixed += self.b * (exact * shape.h_kv * shape.d * full_bytes + TABLE_BYTES * count)
+                fixed += self.b * (exact * shape.h_kv * shape.d * full_bytes + side.table_bytes * count)
                 pages += self.b * (count * side.page_bytes + segments * shape.h_kv * side.segment_bytes)
         share = (budget - fixed) / pages if pages else 1.0
         each = [int(share * self.b * self._reserved(sides[0])[0]) for sides in self.geometries.values() if pages]
@@ -68,11 +67,15 @@ class Room:
             self.b, int(share * self.b * pages), int(share * self.b * segments) if grouped else None,
             grows=self.budget is None,
         )  # fmt: skip
-        return BlockTables(sides[0].format, len(sides), self.b, pages, book, self.device)
+        count = sum(bool(side.segment_bytes) for side in sides)
+        return BlockTables(sides[0].format, len(sides), count, self.b, pages, book, self.device)
 
-    def next_index(self, fmt: Format) -> int:
-        """The number that the next side of a format has among those that share its tables."""
-        return sum(filling(side.format) == filling(fmt) for side in self.sides)
+    def next_rows(self, geometry: PageGeometry) -> tuple[int, int | None]:
+        """Where the next side of a geometry has page ids in the tables that it shares, and segment ids if any."""
+        key = filling(geometry.format)
+        alike = [side for side in self.sides if filling(side.format) == key]
+        grouped = sum(bool(side.geometry.segment_bytes) for side in alike)
+        return len(alike), len(self.geometries[key]) + grouped if geometry.segment_bytes else None
 
     def join(self, side: Side) -> Side:
         """Counts a side in; returns it."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from artifacts import Format, PageGeometry
-from artifacts.geometry import SEGMENT_PAGES, TABLE_BYTES
+from artifacts.geometry import SEGMENT_PAGES
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.cpu import PageReader
 from runtime.pack import Packer
@@ -30,12 +30,14 @@ def has_kernels(device: torch.device) -> bool:
 class BlockTables:
     """Pages of all sides that fill them at the same tokens: one book, and a copy of its tables for each side's kernels.
 
-    window of `fmt`, b sequences with room for `width` pages each in the tables, which grow as need be.
+    window of `fmt`, b sequences with room for `width` pages each in the tables, which grow as need be. ids int32
+    [sides + grouped, b, width]: of pages for each side and, behind these, of the pages' segments for each of the
+    `grouped` sides that have any.
     """
 
-    def __init__(self, fmt: Format, sides: int, b: int, width: int, book: PageBook, device: torch.device):
-        self.window, self.t, self.book = fmt.window, fmt.t, book
-        self.ids = torch.zeros(sides, b, width, dtype=torch.int32, device=device)
+    def __init__(self, fmt: Format, sides: int, grouped: int, b: int, width: int, book: PageBook, device: torch.device):
+        self.window, self.t, self.book, self.sides = fmt.window, fmt.t, book, sides
+        self.ids = torch.zeros(sides + grouped, b, width, dtype=torch.int32, device=device)
 
     def wanted(self, lengths: dict[int, int]) -> dict[int, int]:
         """Pages behind so many tokens, by sequence."""
@@ -49,7 +51,11 @@ class BlockTables:
         held = len(self.book.tables[sequence])
         if held > self.ids.shape[2]:
             self.ids = F.pad(self.ids, (0, max(held, 2 * self.ids.shape[2]) - self.ids.shape[2]))
-        self.ids[:, sequence, held - len(taken) : held] = torch.tensor(taken, dtype=torch.int32).to(self.ids.device)
+        both = torch.tensor([taken, [self.book.segment_of[page] for page in taken]], dtype=torch.int32)
+        pages, segments = both.to(self.ids.device)
+        self.ids[: self.sides, sequence, held - len(taken) : held] = pages
+        if self.ids.shape[0] > self.sides:
+            self.ids[self.sides :, sequence, held - len(taken) : held] = segments
 
     def select(self, sequences: list[int]) -> None:
         """Makes the sequences the given old ones; pages of nobody become free."""
@@ -70,13 +76,19 @@ class Side:
     by numba and torch on the CPU, by the pack kernel on CUDA devices.
 
     rotation  the model's, for keys stored before RoPE; else None
-    index     which of the tables' sides this is
+    rows      of the tables' ids: which are this side's pages, and which these pages' segments (None: it has none)
     """
 
     def __init__(
-        self, codec: Codec, rotation: Rotation | None, tables: BlockTables, index: int, b: int, dtype: torch.dtype
+        self,
+        codec: Codec,
+        rotation: Rotation | None,
+        tables: BlockTables,
+        rows: tuple[int, int | None],
+        b: int,
+        dtype: torch.dtype,
     ):
-        self.codec, self.rotation, self.tables, self.index = codec, rotation, tables, index
+        self.codec, self.rotation, self.tables, self.rows = codec, rotation, tables, rows
         self.geometry: PageGeometry = codec.geometry
         self.format = self.geometry.format
         shape, window = self.geometry.shape, self.format.window
@@ -119,12 +131,17 @@ class Side:
     @property
     def table(self) -> Tensor:
         """Page ids int32 [b, pages]."""
-        return self.tables.ids[self.index]
+        return self.tables.ids[self.rows[0]]
+
+    @property
+    def segments(self) -> Tensor | None:
+        """Segment ids of those pages, int32 [b, pages]; None for formats without segments."""
+        return None if self.rows[1] is None else self.tables.ids[self.rows[1]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated: sinks, window, pages, records, segments, table."""
-        return self.buffer.nbytes + self.pool.nbytes + self.table.numel() * TABLE_BYTES
+        """Bytes allocated: sinks, window, pages, records, segments, tables."""
+        return self.buffer.nbytes + self.pool.nbytes + self.table.numel() * self.geometry.table_bytes
 
     @property
     def reader(self) -> PageReader:
@@ -174,17 +191,13 @@ class Side:
         count = self.format.window.pages(n + x.shape[0], t) - used
         if count <= 0:
             return
-        book = self.tables.book
-        held = book.tables[sequence][used : used + count]
-        segments = None  # one made in vain costs time in every layer of a prompt
-        if self.geometry.segment_bytes:
-            segments = torch.tensor(book.groups(held), dtype=torch.int64).to(x.device)
         if has_kernels(self.codec.device):
             if self._place is None or self._place[0] != offset:
                 self._place = offset, torch.tensor([offset], dtype=torch.int32).to(x.device)
-            ring, table = self.window[sequence : sequence + 1], self.table[sequence : sequence + 1]
-            x = x.to(self.buffer.dtype)
-            self.packer.prompt(self.pool, table, x[None], used, count, n, ring, self._place[1], segments)
+            one = slice(sequence, sequence + 1)
+            segments = None if self.segments is None else self.segments[one]
+            x, ring = x.to(self.buffer.dtype)[None], self.window[one]
+            self.packer.prompt(self.pool, self.table[one], x, used, count, n, ring, self._place[1], segments)
             if check:
                 self.packer.check()
             return
@@ -197,6 +210,9 @@ class Side:
         # Pages are encoded so many at a time, which also bounds the work space of a long prompt.
         parts = [part.unflatten(0, (-1, t)) for part in leaving.split(SEGMENT_PAGES * t)]
         fields = join_fields([self.codec.encode(part, part.shape[0])[0] for part in parts])
+        book = self.tables.book
+        held = book.tables[sequence][used : used + count]
+        segments = torch.tensor(book.groups(held)) if self.geometry.segment_bytes else None
         self.pool.write(torch.tensor(held), fields, segments)
 
     def append(self, sequence: int, x: Tensor, n: int) -> None:

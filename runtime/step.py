@@ -41,8 +41,6 @@ class LayerStep:
         self.kernels = PagedAttention(
             key.geometry, value.geometry, key.codec.tables, value.codec.tables, rotation, h_q, dtype, device
         )
-        # Factors are found by torch, which waits for the host: those sides are packed by `pack_factors`.
-        self.on_host = [side for side in (key, value) if side.format.lowrank]
         self._plans: dict[tuple[object, ...], Step] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor) -> None:
@@ -73,40 +71,22 @@ class LayerStep:
         return PagedSide(pool.heads, pool.records, pool.segments, side.table[:b], side.sinks[:b], side.window[:b])
 
     def pack(self, inputs: StepInputs) -> None:
-        """Packs the pages that the step's tokens have filled, of sides without factors.
+        """Packs the pages that the step's tokens have filled: the tables hold their ids.
 
-        The tables hold their ids. Queued on PyTorch's current stream, never waits.
+        Queued on PyTorch's current stream, never waits.
         """
-        b = inputs.lengths.numel()
         for side in (self.key, self.value):
-            if not side.format.lowrank:
-                side.packer.step(side.pool, side.table[:b], side.window[:b], inputs.lengths, 1, inputs.offsets)
-
-    def pack_factors(self, sequence: int, n: int, offset: int) -> None:
-        """Packs the page that the last of n tokens has filled, if one has, of sides with factors; may wait."""
-        for side in self.on_host:
-            window, t = side.format.window, side.format.t
-            pages = window.pages(n, t)
-            if pages == window.pages(n - 1, t):
-                continue
-            ring = side.window[sequence : sequence + 1]
-            newest = ring[:, (n - 1 - window.sinks) % side.capacity][:, None]
-            places = torch.tensor([offset], dtype=torch.int32).to(ring.device)
-            groups = side.tables.book.groups(side.tables.book.tables[sequence][pages - 1 : pages])
-            segments = torch.tensor(groups, dtype=torch.int64).to(ring.device)
-            table = side.table[sequence : sequence + 1]
-            side.packer.prompt(side.pool, table, newest, pages - 1, 1, n - 1, ring, places, segments)
+            _pack(side.packer, [side], inputs)
 
 
 class StepPackers:
     """Packs the pages that a step of all layers has filled: sides that are alike in one launch, so that a step in which
-    no page fills pays for few. Sides with factors are not among them (`LayerStep.pack_factors`)."""
+    no page fills pays for few."""
 
     def __init__(self, sides: Iterable[Side]):
         alike: dict[object, list[Side]] = {}
         for side in sides:
-            if not side.format.lowrank:
-                alike.setdefault((side.geometry, side.rotation is None), []).append(side)
+            alike.setdefault((side.geometry, side.rotation is None), []).append(side)
         self._groups = [
             (Packer([side.codec for side in group], group[0].rotation, group[0].buffer.dtype), group)
             for group in alike.values()
@@ -119,13 +99,18 @@ class StepPackers:
 
     def run(self, inputs: StepInputs) -> None:
         """Packs the pages that the newest tokens have filled. Queued on PyTorch's current stream, never waits."""
-        b = inputs.lengths.numel()
         for packer, group in self._groups:
-            pools, windows = [side.pool for side in group], [side.window[:b] for side in group]
-            # Sides that fill their pages alike hold the same ids.
-            packer.step(pools, group[0].table[:b], windows, inputs.lengths, 1, inputs.offsets)
+            _pack(packer, group, inputs)
 
     @property
     def packers(self) -> list[Packer]:
         """One for each kind of side."""
         return [packer for packer, _ in self._groups]
+
+
+def _pack(packer: Packer, sides: list[Side], inputs: StepInputs) -> None:
+    """The pages that the newest tokens have filled of sides that are alike: these hold the same ids."""
+    b, first = inputs.lengths.numel(), sides[0]
+    pools, windows = [side.pool for side in sides], [side.window[:b] for side in sides]
+    segments = None if first.segments is None else first.segments[:b]
+    packer.step(pools, first.table[:b], windows, inputs.lengths, 1, inputs.offsets, segments)

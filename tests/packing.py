@@ -10,6 +10,7 @@ from torch import Tensor
 from artifacts import Dense, Format, PageGeometry, Rotate, Sketch
 from artifacts.geometry import SEGMENT_PAGES
 from runtime.codec import Codec, PagePool, join_fields
+from runtime.parts import MODULES
 from runtime.rope import Rotation
 from tests.formats import CASES, cache_numbers, kivi, kvquant, random_tensors
 
@@ -65,17 +66,24 @@ def numbers(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) ->
     return torch.from_numpy(x.astype(np.float32)).to(dtype)
 
 
+def leaving(
+    codec: Codec, rotation: Rotation | None, x: Tensor, first_page: int, pages: int, offset: int
+) -> list[Tensor]:
+    """What the codec is given of x [n, h_kv, d], all tokens of a sequence: [p, t, h_kv, d] of each segment."""
+    t, sinks = codec.geometry.shape.t, codec.geometry.format.window.sinks
+    first = sinks + first_page * t
+    found = x[first : first + pages * t]
+    if rotation is not None and codec.geometry.format.domain == "pre_rope":
+        positions = torch.arange(offset + first, offset + first + found.shape[0], device=x.device)
+        found = rotation.unrotate(found.transpose(0, 1), positions).transpose(0, 1)
+    return [group.unflatten(0, (-1, t)) for group in found.split(SEGMENT_PAGES * t)]
+
+
 def reference(
     codec: Codec, rotation: Rotation | None, x: Tensor, first_page: int, pages: int, offset: int
 ) -> dict[str, Tensor]:
     """Fields of pages of one sequence x [n, h_kv, d] (all its tokens) by the torch codec, like `runtime.cache.Side`."""
-    t, sinks = codec.geometry.shape.t, codec.geometry.format.window.sinks
-    first = sinks + first_page * t
-    leaving = x[first : first + pages * t]
-    if rotation is not None and codec.geometry.format.domain == "pre_rope":
-        positions = torch.arange(offset + first, offset + first + leaving.shape[0], device=x.device)
-        leaving = rotation.unrotate(leaving.transpose(0, 1), positions).transpose(0, 1)
-    groups = [group.unflatten(0, (-1, t)) for group in leaving.split(SEGMENT_PAGES * t)]
+    groups = leaving(codec, rotation, x, first_page, pages, offset)
     return join_fields([codec.encode(group, group.shape[0])[0] for group in groups])
 
 
@@ -128,6 +136,59 @@ def differences(got: PagePool, wanted: PagePool, loose: Iterable[str] = ()) -> l
             if not torch.equal(getattr(got, name), getattr(wanted, name)):
                 found.append(f"{name}: bytes between fields or of other pages are touched")
     return found
+
+
+def before_factors(codec: Codec, x: Tensor) -> Tensor:
+    """What the parts before the factors leave of pages x [p, t, h_kv, d]."""
+    shape, parts, tables = codec.geometry.shape, codec.geometry.format.parts, codec.tables
+    x = x.float()
+    for name in codec.geometry.format.transforms:
+        x = MODULES[name].forward(x, tables)
+    masks = [MODULES[n].select(p, shape, x, tables) for n, p in parts.items() if hasattr(MODULES[n], "select")]
+    terms: list[Tensor] = []
+    for name in list(parts)[: list(parts).index("lowrank")]:
+        left = x - sum(terms) if terms else x
+        terms.append(MODULES[name].encode(parts[name], shape, left, masks[0] if masks else None, tables, 1)[1])
+    return x - sum(terms) if terms else x
+
+
+def check_factors(codec: Codec, got: PagePool, wanted: PagePool, ids: Tensor, groups: list[Tensor]) -> None:
+    """Pages of one sequence, ids [p], of numbers `leaving`: what codes and outliers are to the bit, factors by the
+    error of their product against numpy's SVD, sketches by what these factors leave."""
+    geometry, part = codec.geometry, codec.geometry.format.lowrank
+    assert part is not None
+    for name in ("codes", "band_codes", "scale", "zero", "start", "count", "index", "correction", "segment"):
+        if name in geometry.fields:
+            mine, theirs = (pool.field(name)[ids].contiguous().view(torch.uint8) for pool in (got, wanted))
+            assert torch.equal(mine, theirs), name
+    for k, group in enumerate(groups):
+        pages = ids[k * SEGMENT_PAGES :][: group.shape[0]]
+        before = before_factors(codec, group)
+        right = got.field("right")[got.field("segment")[pages[0], 0].long()]
+        product = (got.field("left")[pages].float() @ right.float().mT).transpose(1, 2)
+        rank = part.rank if group.shape[0] > 1 else part.block_rank
+        matrices = before.flatten(0, 1).transpose(0, 1).double()
+        lost = (matrices - product.flatten(0, 1).transpose(0, 1)).norm(dim=(1, 2))
+        least = torch.linalg.svdvals(matrices)[:, rank:].norm(dim=1)
+        # Rounded to 11 bits: factors, and what directions are chosen by.
+        assert (lost <= 1.02 * least + 2**-10 * matrices.norm(dim=(1, 2))).all(), (lost / least).max()
+        if geometry.format.sketch:
+            fields, _ = MODULES["sketch"].encode(
+                geometry.format.sketch, geometry.shape, before - product, None, codec.tables
+            )
+            _check_sketch(got, pages, fields)
+
+
+def _check_sketch(pool: PagePool, ids: Tensor, fields: dict[str, Tensor]) -> None:
+    """Nearly all signs, and norms up to rounding."""
+    for name, expected in fields.items():
+        mine = pool.field(name)[ids]
+        if name in ("signs", "outlier_signs"):
+            wrong = (mine ^ expected.view_as(mine)).view(torch.uint8).unsqueeze(-1)
+            wrong = (wrong >> torch.arange(8, device=ids.device, dtype=torch.uint8)) & 1
+            assert wrong.float().mean() < 2e-3, name
+        else:
+            assert ((mine.float() - expected.float()).abs() <= 2e-3 * expected.float() + 1e-6).all(), name
 
 
 def _copied(pool: PagePool) -> PagePool:

@@ -15,7 +15,6 @@ from artifacts import PageGeometry
 from artifacts.geometry import SEGMENT_PAGES
 from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool
-from runtime.jit import KernelError
 from runtime.rope import Rotation
 from runtime.units import require_kernels
 from tests.oracles.attention import attention
@@ -40,12 +39,9 @@ class Packer:
         assert table.dtype == offsets.dtype == torch.int32
         assert x.dtype == self.dtype
         t, sinks = self.format.t, self.format.window.sinks
-        each = self.codec.geometry.segments(pages, pages)
-        assert not self.format.lowrank or segments.numel() == table.shape[0] * each
         for i in range(table.shape[0]):
             tokens = range(sinks + first_page * t, sinks + (first_page + pages) * t)
             rows = [x[i, n - first_token] if n >= first_token else ring[i, (n - sinks) % ring.shape[1]] for n in tokens]
-            places = segments.view(-1, each)[i] if self.format.lowrank else None
             self._write(
                 self.codec,
                 pool,
@@ -53,25 +49,34 @@ class Packer:
                 torch.stack(rows),
                 int(offsets[i]),
                 tokens,
-                places,
+                self._places(segments, table, i, first_page, pages),
             )
 
-    def step(self, pools, table, rings, lengths, fresh=1, offsets=None):
-        if self.format.lowrank:
-            raise KernelError("factors are found by torch")
+    def _places(self, segments, table, i, first_page, pages):
+        """Ids of the segments that pages of a sequence form, from the table that says it of each page."""
+        if not self.format.lowrank:
+            return None
+        assert segments.dtype == torch.int32
+        assert segments.shape == table.shape
+        held = segments[i, first_page : first_page + pages].split(SEGMENT_PAGES)
+        assert all((part == part[0]).all() for part in held)
+        return torch.stack([part[0] for part in held]).long()
+
+    def step(self, pools, table, rings, lengths, fresh=1, offsets=None, segments=None):
         if isinstance(pools, PagePool):
             pools, rings = [pools], [rings]
         for codec, pool, ring in zip(self.codecs, pools, rings, strict=True):
-            self._step(codec, pool, table, ring, lengths, fresh, offsets)
+            self._step(codec, pool, table, ring, lengths, fresh, offsets, segments)
 
-    def _step(self, codec, pool, table, ring, lengths, fresh, offsets):
+    def _step(self, codec, pool, table, ring, lengths, fresh, offsets, segments):
         t, window = self.format.t, self.format.window
         for i, n in enumerate(lengths.tolist()):
             if (page := window.pages(n, t) - 1) < window.pages(n - fresh, t):
                 continue
             tokens = range(window.sinks + page * t, window.sinks + (page + 1) * t)
             rows = torch.stack([ring[i, (n - window.sinks) % ring.shape[1]] for n in tokens])
-            self._write(codec, pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, None)
+            places = self._places(segments, table, i, page, 1)
+            self._write(codec, pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, places)
 
     def _write(
         self, codec: Codec, pool: PagePool, ids: Tensor, x: Tensor, offset: int, tokens: range, segments: Tensor | None

@@ -63,8 +63,8 @@ def test_factors_in_the_cache_are_within_two_percent_of_the_svd(trained, ids, na
         numbers = [a.rotated_key if name == "key" else a.value for a in layer]
         h_kv, d = numbers[0].shape[1:]
         codec = Codec(PageGeometry.of(FORMATS[name], h_kv, d, name), {})
-        tables = BlockTables(FORMATS[name], 1, WINDOWS, 0, PageBook(WINDOWS, 0, 0, grows=True), CPU)
-        side = Side(codec, None, tables, 0, WINDOWS, torch.float32)
+        tables = BlockTables(FORMATS[name], 1, 1, WINDOWS, 0, PageBook(WINDOWS, 0, 0, grows=True), CPU)
+        side = Side(codec, None, tables, (0, 1), WINDOWS, torch.float32)
         for sequence, x in enumerate(numbers):
             for start, stop in [(0, prompt), *((n, n + 16) for n in range(prompt, TOKENS, 16))]:
                 tables.take(sequence, stop)

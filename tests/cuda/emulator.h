@@ -34,6 +34,9 @@ inline void copy16(void* to, const void* from) {
     std::memcpy(to, from, 16);
 }
 inline void copy_wait() {}
+inline void copy_commit() {}
+template <int PENDING>
+void copy_pending() {}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
 inline void cluster_start() { cluster_sync(); }
 template <typename N>
@@ -84,6 +87,26 @@ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
         const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
         double total = sum[i];
         for (int k = 0; k < 16; ++k) total += number(k / 8, row * 4 + k % 8 / 2, upper, k) * number(2, column * 4 + k % 8 / 2, k / 8, k);
+        sum[i] = static_cast<float>(total);
+    }
+}
+
+// Rounded to 11 bits, ties away from zero.
+inline unsigned tensor_float(float x) { return (as_word(x) + 0x1000u) & ~0x1FFFu; }
+
+// Lane 4 r + c of a: rows r and r + 8 (words 0 and 1) of column c; words 2 and 3: column c + 4. Of b: those rows of column r. Of sum as above.
+inline void multiply_floats8(float (&sum)[4], uint4 a, unsigned b0, unsigned b1) {
+    const uint64_t mine[3] = {a.x | static_cast<uint64_t>(a.y) << 32, a.z | static_cast<uint64_t>(a.w) << 32, b0 | static_cast<uint64_t>(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        double total = sum[i];
+        for (int k = 0; k < 8; ++k) {
+            const unsigned x = static_cast<unsigned>(all[k / 4][lane / 4 * 4 + k % 4] >> 32 * (i / 2));
+            const unsigned y = static_cast<unsigned>(all[2][(lane % 4 * 2 + i % 2) * 4 + k % 4] >> 32 * (k / 4));
+            total += static_cast<double>(as_float(x)) * static_cast<double>(as_float(y));
+        }
         sum[i] = static_cast<float>(total);
     }
 }

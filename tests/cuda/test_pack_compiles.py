@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from artifacts import Dense, Format, PageGeometry, Sparse
-from runtime import jit, pack_units
+from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
+from runtime import jit, pack_factors, pack_units
 from runtime.jit import ARCHS, KernelError
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
@@ -38,8 +38,24 @@ def test_all_formats_compile_for_hopper(index):
     made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a")
     assert time.perf_counter() - start < 30
     assert made.shared <= 227 * 1024
-    if geometry.format.lowrank and geometry.format.sketch:
-        jit.report(pack_units.sketch_unit("sketch", geometry, "sm_90a"), "sm_90a")
+    for unit in pack_units.factor_units("pack", geometry, "sm_90a"):
+        found = jit.report(unit, "sm_90a")
+        for entry, launch in pack_factors.launches(geometry).items() if unit.name == "pack-factors" else ():
+            assert found[entry].spill_bytes == found[entry].stack == 0, entry
+            assert found[entry].registers * launch.threads * launch.blocks <= 65536, entry
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("d", pack_units.HEAD_DIMS)
+def test_factors_compile_for_all_ranks(d, arch):
+    """On Hopper, others for the largest; for several layers at once, one with a sketch behind: nothing spills."""
+    for rank in (1, 4, 8) if arch == "sm_90a" else (8,):
+        fmt = Format(64, Dense(2, "token"), lowrank=LowRank(rank, 1), sketch=Sketch(64) if rank != 1 else None)
+        geometry = PageGeometry.of(fmt, 8, d, "key")
+        found = jit.report(pack_factors.factor_unit("factors", geometry, rank), arch)
+        for entry, launch in pack_factors.launches(geometry).items():
+            assert found[entry].spill_bytes == found[entry].stack == 0, entry
+            assert launch.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_90a"])

@@ -1,25 +1,33 @@
 """Pack kernels on the CPU (tests/cuda/emulator.h) against the torch codec, byte for byte. Needs g++, no GPU."""
 
 import ctypes
-import functools
 import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import tests.packing
 from artifacts import Dense, Format, PageGeometry, Rope, Sparse
-from runtime import pack, pack_units
+from runtime import pack, pack_factors, pack_units
 from runtime.codec import Codec
+from runtime.pack_params import LAYERS_AT_ONCE, Params, layers_type
 from runtime.rope import Rotation
-from runtime.sources import kernel_folder
-from tests.packing import differences, direct_sides, exact_tensors, numbers, poisoned, reference, ring_of, sides
+from tests.cuda.emulated import Module, stand_in
+from tests.packing import (
+    check_factors,
+    differences,
+    direct_sides,
+    exact_tensors,
+    leaving,
+    numbers,
+    poisoned,
+    reference,
+    ring_of,
+    sides,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-HERE = Path(__file__).parent
 SIDES = sides()
 
 
@@ -43,29 +51,6 @@ for _name in ("sinf", "cosf"):
     getattr(_libm, _name).argtypes, getattr(_libm, _name).restype = [ctypes.c_float], ctypes.c_float
 
 
-@functools.cache
-def folder():
-    return Path(tempfile.mkdtemp(prefix="signpost-emulated-"))
-
-
-def build(unit, plan):
-    """The unit as a library of this machine; `launch(blocks, sequences, layers, params)` runs it."""
-    source = folder() / f"{abs(hash(unit.source))}.cpp"
-    library = source.with_suffix(".so")
-    if not library.exists():
-        source.write_text(
-            f'#include "emulator.h"\n{unit.source}'
-            'extern "C" void launch(int blocks, int sequences, int layers, const Layers* params) {\n'
-            "    emulator::launch([&] { pack(*params); }, blocks, sequences, layers, Plan::THREADS, "
-            f"{plan.ctas if plan.cluster else 1}, {plan.shared}, 0xFF);\n}}\n"
-        )
-        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-        command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
-
-
 class Emulated:
     """`runtime.pack.Packer` without a GPU."""
 
@@ -73,10 +58,10 @@ class Emulated:
         geometry = codec.geometry
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
         self.plan = pack_units.plan(geometry, rope, dtype, arch)
-        self.library = build(pack_units.pack_unit("pack", geometry, rope, dtype, arch), self.plan)
+        self.kernel = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch)).kernel("pack")
         self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
         self.status = torch.zeros(1, dtype=torch.int32)
-        self.params = pack_units.Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
+        self.params = Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
         self.params.status = self.status.data_ptr()
         for field, tensor in self.tables.items():
             setattr(self.params, field, tensor.data_ptr())
@@ -91,10 +76,12 @@ class Emulated:
         self.params.capacity_pages = pool.capacity
         workspace = torch.empty(self.plan.ctas * pages * b * self.plan.workspace, dtype=torch.uint8)
         self.params.workspace = workspace.data_ptr()
-        self.library.launch(pages * self.plan.ctas, b, 1, ctypes.byref(self.params))
+        argument = layers_type(1)()
+        argument.layer[0] = self.params
+        self.kernel.launch((pages * self.plan.ctas, b, 1), self.plan.threads, self.plan.shared, argument)
 
 
-# What the kernel packs of formats with factors.
+# What the first kernel packs of formats with factors.
 PACKED = ("codes", "band_codes", "scale", "zero", "start", "count", "index", "correction")
 
 
@@ -123,7 +110,7 @@ def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1):
     packer.run(got, table, b, pages, prompt=pack.source(x), prompt_first=0, first_page=first_page, offsets=offsets)
     for i in range(b):
         fields = reference(codec, rotation, x[i], first_page, pages, int(offsets[i]))
-        if "segment" in fields:  # factors are torch's, and what comes after them
+        if "segment" in fields:  # the rest comes from other kernels
             fields = {k: v for k, v in fields.items() if k in PACKED}
         wanted.write(ids[i], fields)
     assert packer.status.item() == 0
@@ -252,7 +239,7 @@ def test_layers_at_once(index):
     unit = pack_units.pack_unit(
         "pack", geometry, rotation.rope if index == 0 else None, torch.float16, "sm_90a", layers=2
     )
-    library, layers, kept = build(unit, first.plan), pack_units.layers_type(2)(), []
+    layers, kept = layers_type(2)(), []
     n = window.sinks + window.recent + shape.t
     lengths, table = torch.tensor([n], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
     pools = [[poisoned(geometry, 2) for _ in codecs] for _ in range(2)]
@@ -261,14 +248,14 @@ def test_layers_at_once(index):
         ring = ring_of(x, n, window.recent + shape.t, window.sinks)[None]
         tables = pack.device_tables(codec, rotation if index == 0 else None, torch.float16)
         kept.append((tables, ring))
-        params = pack_units.Params.from_buffer_copy(first.params)
+        params = Params.from_buffer_copy(first.params)
         for name, tensor in (tables | {"table": table, "heads": pool.heads, "records": pool.records}).items():
             setattr(params, name, tensor.data_ptr())
         params.ring, params.ring_capacity, params.capacity_pages = pack.source(ring), ring.shape[1], 2
         params.lengths, params.fresh, params.table_stride = lengths.data_ptr(), 1, 1
         layers.layer[i] = params
         pools[1][i].write(table[0].long(), reference(codec, rotation, x, 0, 1, 0))
-    library.launch(first.plan.ctas, 1, 2, ctypes.byref(layers))
+    Module(unit).kernel("pack").launch((first.plan.ctas, 1, 2), first.plan.threads, first.plan.shared, layers)
     assert first.status.item() == 0
     for got, wanted in zip(*pools, strict=True):
         assert not differences(got, wanted)
@@ -279,7 +266,7 @@ def test_more_layers_than_parameters_have_room_for():
     _, geometry, rope = SIDES[-6]
     with pytest.raises(pack.KernelError, match="65 layers in one launch: parameters of 64 fit"):
         pack_units.pack_unit("pack", geometry, rope, torch.float16, "sm_90a", layers=65)
-    assert ctypes.sizeof(pack_units.layers_type(pack_units.LAYERS_AT_ONCE)) <= 32764
+    assert ctypes.sizeof(layers_type(LAYERS_AT_ONCE)) <= 32764
 
 
 def test_page_ids_are_named():
@@ -315,6 +302,87 @@ def test_a_page_from_window_and_prompt():
     packer.run(got, table, 1, 2, **sources, prompt_first=before, first_page=1)
     wanted.write(torch.tensor([1, 2]), reference(codec, rotation, x[0], 1, 2, 0))
     assert not differences(got, wanted)
+
+
+FACTORS = [side for side in SIDES if side[1].format.lowrank and side[1].shape.d < 256]
+FACTORS = FACTORS[:2] + [side for side in FACTORS[2:] if side[1].format.sketch][:3]
+
+
+def factorizing(geometry, rope, monkeypatch, layers=1):
+    """`runtime.pack.Packer` itself over emulated kernels, its codec, and the model's rotation."""
+    stand_in(monkeypatch)
+    shape = geometry.shape
+    codecs = [Codec(geometry, exact_tensors(geometry.format, shape.h_kv, shape.d, i)) for i in range(layers)]
+    inv_freq = (10000.0 ** -(np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
+    rotation = HostRotation(rope, inv_freq)
+    return pack.Packer(codecs, rotation, torch.float16), codecs, rotation
+
+
+@pytest.mark.parametrize("name, geometry, rope", FACTORS, ids=[side[0] for side in FACTORS])
+def test_prompts_with_factors(name, geometry, rope, monkeypatch):
+    """Codes, outliers, factors of what these leave, sketches of what those leave; in the end a segment of one page, and
+    work space for one segment at a time."""
+    packer, codecs, rotation = factorizing(geometry, rope, monkeypatch)
+    monkeypatch.setattr(pack, "SEGMENT_PAGES", 2)
+    monkeypatch.setattr(pack_factors, "SEGMENT_PAGES", 2)
+    monkeypatch.setattr(tests.packing, "SEGMENT_PAGES", 2)
+    monkeypatch.setattr(pack_factors, "ROOM", 1)
+    packer, codecs, rotation = factorizing(geometry, rope, monkeypatch)
+    shape, (b, pages, first) = geometry.shape, (2, 3, 1)
+    x = numbers("grid", (b, geometry.format.window.sinks + 4 * shape.t + 3, shape.h_kv, shape.d), 1, torch.float16)
+    table = torch.full((b, 5), 99, dtype=torch.int32)
+    table[:, first:4] = torch.arange(b * pages).flip(0).view(b, pages)
+    segments = torch.full_like(table, 99)
+    segments[:, first:4] = torch.tensor([[3, 3, 2], [1, 1, 0]])
+    offsets = torch.tensor([7, 1007], dtype=torch.int32)
+    got, wanted = (poisoned(geometry, b * pages, segments=4) for _ in range(2))
+    packer.prompt(got, table, x, first, pages, offsets=offsets, segments=segments)
+    packer.check()
+    for i in range(b):
+        fields = reference(codecs[0], rotation, x[i], first, pages, int(offsets[i]))
+        wanted.write(table[i, first:4].long(), fields, segments[i, [1, 3]].long())
+        groups = leaving(codecs[0], rotation, x[i], first, pages, int(offsets[i]))
+        check_factors(codecs[0], got, wanted, table[i, first:4].long(), groups)
+
+
+@pytest.mark.parametrize("name, geometry, rope", FACTORS, ids=[side[0] for side in FACTORS])
+def test_steps_with_factors(name, geometry, rope, monkeypatch):
+    """Two layers, three sequences, of which two have a page that fills: it becomes a segment of its own."""
+    packer, codecs, rotation = factorizing(geometry, rope, monkeypatch, layers=2)
+    shape, window = geometry.shape, geometry.format.window
+    full = window.sinks + window.recent + 2 * shape.t
+    lengths = [full, full - 1, full + 1]
+    x = numbers("grid", (2, 3, full + 1, shape.h_kv, shape.d), 1, torch.float16)
+    capacity = window.recent + shape.t + 3
+    rings = [torch.stack([ring_of(x[k, i], n, capacity, window.sinks) for i, n in enumerate(lengths)]) for k in (0, 1)]
+    table = torch.tensor([[9, 2, 9], [9, 1, 9], [9, 0, 9]], dtype=torch.int32)
+    segments = torch.tensor([[9, 0, 9], [9, 1, 9], [9, 2, 9]], dtype=torch.int32)
+    pools = [[poisoned(geometry, 3, segments=3) for _ in codecs] for _ in range(2)]
+    packer.step(pools[0], table, rings, torch.tensor(lengths, dtype=torch.int32), 2, None, segments)
+    packer.check()
+    for k, (got, wanted) in enumerate(zip(*pools, strict=True)):
+        for i in (0, 2):
+            fields = reference(codecs[k], rotation, x[k, i], 1, 1, 0)
+            wanted.write(table[i, 1:2].long(), fields, segments[i, 1:2].long())
+            groups = leaving(codecs[k], rotation, x[k, i], 1, 1, 0)
+            check_factors(codecs[k], got, wanted, table[i, 1:2].long(), groups)
+        for store in (got.heads, got.records, got.segments):
+            assert (store[1] == 0xFF).all()
+
+
+def test_segments_are_a_table(monkeypatch):
+    _, geometry, rope = FACTORS[0]
+    packer, _, _ = factorizing(geometry, rope, monkeypatch)
+    shape = geometry.shape
+    x = numbers("grid", (1, shape.t + 8, shape.h_kv, shape.d), 1, torch.float16)
+    table, pool = torch.zeros(1, 1, dtype=torch.int32), poisoned(geometry, 1, segments=1)
+    with pytest.raises(pack.KernelError, match=r"a table like that of pages, \[1, 1\], not none"):
+        packer.prompt(pool, table, x, 0, 1)
+    with pytest.raises(pack.KernelError, match="segment table: int32"):
+        packer.prompt(pool, table, x, 0, 1, segments=table.long())
+    packer.prompt(pool, table, x, 0, 1, segments=table + 1)
+    with pytest.raises(pack.KernelError, match="a segment table holds an id outside the pool"):
+        packer.check()
 
 
 def test_bad_input_is_reported():

@@ -1,0 +1,134 @@
+"""Low-rank factors on the GPU: the unit over `cuda/pack_factors.cuh`, how its work is cut, and its three launches."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from artifacts import PageGeometry
+from artifacts.geometry import SEGMENT_PAGES
+from runtime.jit import Kernel, KernelError, Module, Unit
+from runtime.pack_params import LAYERS_AT_ONCE, Params
+from runtime.parts.lowrank import ITERATIONS, SPARE
+from runtime.units import side_struct
+
+ENTRIES = ("gram", "directions", "project")
+MOST_RANK = 8  # columns of a matrix instruction
+PROJECTED = 256  # tokens of a CTA: `Project::TOKENS`
+ROOM = 640 << 20  # bytes of work space: what is packed at once is what fits
+CTAS = 768  # that sum up products at least, if there are tokens enough: some for each multiprocessor
+LEAST_TOKENS, MOST_SPLITS = 256, 16  # of a CTA, of a matrix
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an entry is launched: threads and shared bytes of a CTA, and how many of them registers are divided by."""
+
+    threads: int
+    shared: int
+    blocks: int
+
+
+def columns(geometry: PageGeometry) -> int:
+    """Columns that are iterated."""
+    assert geometry.format.lowrank is not None
+    return geometry.format.lowrank.rank + SPARE
+
+
+def launches(geometry: PageGeometry) -> dict[str, Launch]:
+    """Of each entry. The unit asserts that the kernels count threads and shared memory alike."""
+    d, n = geometry.shape.d, -(-columns(geometry) // 4) * 4
+    sketched = d * 32 if geometry.format.sketch else 0
+    eigen = -(-3 * n * (n + 1) // 4) * 16
+    return {
+        "gram": Launch(d, 4 * 16 * (d + 8) * 4, {64: 6, 128: 3, 256: 1}[d]),
+        "directions": Launch(2 * d, 8 * d * n + 4 * d + eigen + 64, {64: 4, 128: 2, 256: 1}[d]),
+        "project": Launch(128, 64 * d + sketched, 4),
+    }
+
+
+def splits(matrices: int, tokens: int) -> int:
+    """Among how many CTAs the tokens of each matrix are divided: depends on shapes alone, so that sums do."""
+    return max(1, min(MOST_SPLITS, tokens // LEAST_TOKENS, -(-CTAS // matrices)))
+
+
+def factor_unit(name: str, geometry: PageGeometry, layers: int = 1) -> Unit:
+    """The unit that finds the factors of one side of at most `layers` layers at once.
+
+    Raises KernelError for a rank above 8 and for more than LAYERS_AT_ONCE layers.
+    """
+    part, shape = geometry.format.lowrank, geometry.shape
+    assert part is not None
+    if part.rank > MOST_RANK:
+        raise KernelError(f"lowrank.rank={part.rank}: the kernels take at most {MOST_RANK}, or use the torch codec")
+    if layers > LAYERS_AT_ONCE:
+        raise KernelError(f"{layers} layers in one launch: parameters of {LAYERS_AT_ONCE} fit")
+    numbers = {
+        "H": shape.h_kv,
+        "D": shape.d,
+        "BLOCK_RANK": part.block_rank,
+        "COLUMNS": columns(geometry),
+        "ITERATIONS": ITERATIONS,
+        "SEGMENT_PAGES": SEGMENT_PAGES,
+    }
+    lines = [
+        '#include "pack_factors.cuh"',
+        side_struct("Side", geometry, None),
+        "struct Plan {",
+        *(f"    static constexpr int {key} = {value};" for key, value in numbers.items()),
+        "};",
+        f"static_assert(sizeof(signpost::PackParams) == {ctypes.sizeof(Params)}, "
+        '"runtime/pack_params.py has the same parameters");',
+        f"struct Layers {{ signpost::PackParams layer[{layers}]; }};",
+    ]
+    at = "blockIdx.z" if layers > 1 else "0"
+    for entry, launch in launches(geometry).items():
+        kernel = f"signpost::{entry.capitalize()}<Side, Plan>"
+        lines += [
+            f"static_assert({kernel}::THREADS == {launch.threads} && {kernel}::BYTES == {launch.shared}, "
+            '"runtime/pack_factors.py counts alike");',
+            f'extern "C" __global__ void __launch_bounds__({launch.threads}, {launch.blocks})',
+            f"{entry}(const __grid_constant__ Layers layers) {{ {kernel}::run(layers.layer[{at}]); }}",
+        ]
+    return Unit(name, "\n".join(lines) + "\n", ENTRIES)
+
+
+class Factors:
+    """Finds the factors of what the pack kernel left; `run` only launches."""
+
+    def __init__(self, geometry: PageGeometry, module: Module, device: torch.device):
+        self.geometry, self.device = geometry, device
+        self._launches = launches(geometry)
+        self._kernels = {entry: module.kernel(entry) for entry in ENTRIES}
+
+    def fit(self, b: int, pages: int) -> int:
+        """How many segments of so many pages of each of b sequences have work space within ROOM, at least one."""
+        shape = self.geometry.shape
+        each = 4 * shape.h_kv * shape.d * (pages * shape.t + shape.d + 8)
+        return max(1, ROOM // (each * max(b, 1)))
+
+    def run(
+        self,
+        layers: Sequence[Params],
+        b: int,
+        pages: int,
+        launch: Callable[[Kernel, Launch, Sequence[Params], tuple[int, int, int]], None],
+    ) -> None:
+        """Factors of `residual` [b, pages, t, h_kv, d] of each of these layers' parameters, which the pack kernel has
+        had; what a sketch follows loses their product. launch: queues a kernel with a grid. Work space is torch's.
+        """
+        shape = self.geometry.shape
+        segments, tokens = -(-pages // SEGMENT_PAGES), min(pages, SEGMENT_PAGES) * shape.t
+        matrices = segments * shape.h_kv
+        parts = splits(len(layers) * b * matrices, tokens)
+        gram = torch.empty(len(layers), b * matrices * parts, shape.d, shape.d, device=self.device)
+        directions = torch.empty(len(layers), b * matrices, shape.d, 8, device=self.device)
+        for i, params in enumerate(layers):
+            params.gram, params.directions = gram[i].data_ptr(), directions[i].data_ptr()
+            params.pages, params.splits = pages, parts
+        # As `Project::run` counts them.
+        chunks = min(-(-SEGMENT_PAGES * shape.t // PROJECTED), -(-pages * shape.t // PROJECTED))
+        for entry, each in (("gram", parts), ("directions", 1), ("project", chunks)):
+            grid = (matrices * each, b, len(layers))
+            launch(self._kernels[entry], self._launches[entry], layers, grid)

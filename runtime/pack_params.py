@@ -1,0 +1,55 @@
+"""The argument of the kernels that pack pages: `signpost::PackParams` of each layer."""
+
+import ctypes
+import functools
+
+LAYERS_AT_ONCE = 64  # of a launch: a kernel's parameters have 32764 bytes
+
+
+class Source(ctypes.Structure):
+    """Numbers: strides of sequences, tokens and heads."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("sequence", "token", "head")))
+
+
+_POINTERS = (
+    *(
+        "table",
+        "lengths",
+        "offsets",
+        "heads",
+        "records",
+        "edges",
+        "values",
+        "bands",
+        "scale",
+        "inverse",
+        "zero",
+        "lower",
+        "upper",
+        "mean",
+    ),
+    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
+    *("residual", "segments", "segment_ids", "start", "gram", "directions", "workspace", "status"),
+)
+
+
+class Params(ctypes.Structure):
+    """`signpost::PackParams`."""
+
+    _fields_ = (
+        ("prompt", Source),
+        ("ring", Source),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_longlong) for name in ("table_stride", "segment_stride")),
+        *((name, ctypes.c_int) for name in ("ring_capacity", "prompt_first", "first_page", "fresh")),
+        *((name, ctypes.c_int) for name in ("capacity_pages", "capacity_segments", "pages", "splits")),
+        ("scaling", ctypes.c_float),
+        ("unscaling", ctypes.c_float),
+    )
+
+
+@functools.cache
+def layers_type(count: int) -> type[ctypes.Structure]:
+    """The kernel's argument: the parameters of so many layers."""
+    return type("Layers", (ctypes.Structure,), {"_fields_": (("layer", Params * count),)})

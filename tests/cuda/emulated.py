@@ -1,0 +1,85 @@
+"""Units of kernels as libraries of this machine, over tests/cuda/emulator.h, in the place of `runtime.jit`'s modules.
+
+Needs g++. Shared memory of a block is poisoned before it starts.
+"""
+
+import ctypes
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import jit
+from runtime.jit import Unit
+from runtime.sources import kernel_folder
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="signpost-emulated-"))
+
+
+def build(unit: Unit) -> ctypes.CDLL:
+    """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`."""
+    cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
+    at_once = cluster[1] if cluster else 1
+    runs = "".join(
+        f'extern "C" void run_{entry}(int x, int y, int z, int threads, int shared, const Layers* params) {{\n'
+        f"    emulator::launch([&] {{ {entry}(*params); }}, x, y, z, threads, {at_once}, shared, 0xFF);"
+        "\n}\n"
+        for entry in unit.entries
+    )
+    text = f'#include "emulator.h"\n{unit.source}extern "C" int params_size = sizeof(Layers);\n{runs}'
+    source = folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.cpp"
+    library = source.with_suffix(".so")
+    if not library.exists():
+        source.write_text(text)
+        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+        command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+class Kernel:
+    """`runtime.jit.Kernel`; a launch has ended when it returns."""
+
+    def __init__(self, library: ctypes.CDLL, entry: str):
+        self.params_size = ctypes.c_int.in_dll(library, "params_size").value
+        self._run = getattr(library, f"run_{entry}")
+
+    def launch(self, grid, block, shared, params, stream=0, overlap=False):
+        assert ctypes.sizeof(params) == self.params_size
+        self._run(*grid, block, shared, ctypes.byref(params))
+
+
+class Module:
+    """`runtime.jit.Module`."""
+
+    def __init__(self, unit: Unit):
+        self.unit, self._library = unit, build(unit)
+
+    def kernel(self, entry: str) -> Kernel:
+        return Kernel(self._library, entry)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+    """From now on kernels are loaded for this machine; work space that a caller has not filled holds NaN."""
+    monkeypatch.setattr(jit, "load", lambda unit, device: Module(unit))
+    monkeypatch.setattr(jit, "arch_of", lambda device: arch)
+    monkeypatch.setattr(jit, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        out = empty(*size, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
