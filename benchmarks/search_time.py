@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from hydra import compose, initialize_config_dir
 
 from artifacts import Bundle, load
 from benchmarks.calibration import SHAPES, Clock, random_model, watched
+from benchmarks.commands import command
 from calib.__main__ import CONF
 from calib.allocation import damage, job
 from calib.allocation.budget import Budget, spent
@@ -65,7 +65,7 @@ def main() -> None:
         model.config.save_pretrained(Path(folder) / "model")
         found["another"]["command_s"] = command_seconds(given.other, given.candidates, Path(folder))
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.search_time", *_without_folders(sys.argv[1:])]),
+        "command": command("search_time"),
         "shape": {"name": given.shape, "layers": model.config.num_hidden_layers},
         "candidates": given.candidates,
         "text": text,
@@ -213,11 +213,6 @@ def _settings(given: argparse.Namespace, folder: Path) -> Settings:
     options |= {"table": folder / "table", "out": folder / "bundle"}
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return Settings.of(compose("config", [f"{k}={v}" for k, v in options.items()]))
-
-
-def _without_folders(arguments: list[str]) -> list[str]:
-    """Paths say nothing to others but where somebody keeps files: their last names have to do."""
-    return [Path(word).name if os.sep in word else word for word in arguments]
 
 
 def _parser() -> argparse.ArgumentParser:
