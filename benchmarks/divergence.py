@@ -64,7 +64,7 @@ def main() -> None:
     options = _parser().parse_args()
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     rows = kept["rows"]
-    wanted = [EXACT, *experiments(options.rows), *(text for text in options.budgets.split(",") if text)]
+    wanted = [*experiments(options.rows), *(text for text in options.budgets.split(",") if text), EXACT]
     if missing := [name for name in wanted if name not in rows]:
         register()
         bench = Bench(options)
