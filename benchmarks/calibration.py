@@ -47,6 +47,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama3-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
                    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
                    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    # The first shape's heads in a model that a CPU can run: what calibration does with each head takes its full time.
+    "llama2-7b-heads": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 128,
+                        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 1000},
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
               "num_key_value_heads": 4, "vocab_size": 1000},
 }  # fmt: skip
@@ -63,11 +66,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_model(shape: str, placed: Place) -> PreTrainedModel:
-    """The shape in bfloat16 with random weights made where they stay, the same on every rank."""
-    config = LlamaConfig(**SHAPES[shape])
+def random_model(
+    shape: str, placed: Place, layers: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """The shape with random weights made where they stay, the same on every rank. layers: None for all of them."""
+    config = LlamaConfig(**SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}))
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(dtype)
     gpus: tuple[int | torch.device, ...] = placed.gpus or (placed.device,)
     layers = config.num_hidden_layers
     where: dict[str, Any] = {f"model.layers.{i}": gpus[i * len(gpus) // layers] for i in range(layers)}

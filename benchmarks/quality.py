@@ -21,8 +21,6 @@ from typing import Any
 import torch
 import transformers
 from hydra import compose, initialize_config_dir
-from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from artifacts import Bundle
@@ -61,7 +59,7 @@ def main() -> None:
     out = Path(options.out)
     kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": {}}
     rows = kept["rows"]
-    names = _experiments(options.rows)
+    names = experiments(options.rows)
     wanted = recall_wanted(options)
     if missing := [name for name in [FULL] * bool(wanted) + names if not _complete(name, rows, wanted)]:
         register()
@@ -115,11 +113,8 @@ class _Bench:
         """`row` with what it lacks: an experiment calibrated and measured, or recall in full precision."""
         if name == FULL:
             return {"recipe": FULL, "recall": self.recall(None, row)}
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = Settings.of(compose("config", [f"experiment={name}"]))
-        with Progress(console=Console(quiet=True)) as progress:
-            bundle = calibrate(self.model, settings, self.calibration, progress)
-        row = {"recipe": settings.config.method.name, **row, "recall": self.recall(bundle, row)}
+        bundle = calibrated(self.model, name, self.calibration)
+        row = {"recipe": bundle.recipe, **row, "recall": self.recall(bundle, row)}
         return row if "loss" in row else row | measured(self.model, bundle, self.text)
 
     def recall(self, bundle: Bundle | None, row: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +124,13 @@ class _Bench:
             name: have.get(name) or score(self.model, groups, bundle)._asdict() for name, groups in self.prompts.items()
         }
         return found | {name: have[name] for name in have if name not in found}
+
+
+def calibrated(model: PreTrainedModel, name: str, tokens: Tokens) -> Bundle:
+    """The bundle of an experiment of conf/experiment/. `register` must have been called."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = Settings.of(compose("config", [f"experiment={name}"]))
+    return calibrate(model, settings, tokens)
 
 
 def measured(model: PreTrainedModel, bundle: Bundle, text: Tokens) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _experiments(patterns: str) -> list[str]:
+def experiments(patterns: str) -> list[str]:
     """Names of all experiments that match, in the order of the patterns."""
     patterns = ",".join({"ladder": LADDER, "methods": METHODS}.get(patterns, [patterns]))
     folder = CONF / "experiment"

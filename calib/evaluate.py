@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from artifacts import Bundle, Format
 from artifacts.geometry import SEGMENT_PAGES
 from calib.data import Tokens
-from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
+from calib.forward import Head, at_least_float32, blocks, hidden_states, require_finite
 from calib.progress import track
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
@@ -203,7 +203,7 @@ def evaluate(
     """
     n = tokens.ids.shape[1]
     report = track(progress, "evaluating", tokens.ids.shape[0])
-    comparison = Comparison()
+    comparison, head = Comparison(), Head(model)
     for sample in tokens.ids:
         ids = sample[None].to(model.device)
         full = hidden_states(model, ids)
@@ -211,7 +211,7 @@ def evaluate(
         compressed = hidden_states(model, ids, SimulatedCache(model, bundle, window))
         for rows in blocks(n - 1):
             targets = ids[0, rows.start + 1 : rows.stop + 1]
-            comparison.add(head(model, full[:, rows])[0], head(model, compressed[:, rows])[0], targets)
+            comparison.add(head(full[:, rows])[0], head(compressed[:, rows])[0], targets)
         report()
     bits = bundle.geometry.bits(n)
     mode = "simulated" if window else "simulated without window"

@@ -4,7 +4,9 @@
 are small.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,22 +33,46 @@ def hidden_states(model: PreTrainedModel, ids: Tensor, cache: Cache | None = Non
     return model.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
 
 
-def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits [1, rows, vocabulary] of hidden states [1, rows, hidden].
+class Head:
+    """A model's head alone: logits [b, rows, vocabulary] of hidden states [b, rows, hidden].
 
-    The model's own forward pass computes them, so whatever scales or caps its logits is kept: it runs on one token, and
-    the given hidden states take the place of that token's.
+    The model's own forward pass computes them, so whatever scales or caps its logits is kept. What is below the head
+    runs once, on one token, when this is made; then the given hidden states take the place of that token's.
     """
 
-    def replace(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        output.last_hidden_state = hidden
-        return output
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.base = model, model.base_model
+        outputs: list[Any] = []
+        hook = self.base.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            with torch.no_grad():
+                self._run()
+        finally:
+            hook.remove()
+        self.below = outputs[0]
 
-    hook = model.base_model.register_forward_hook(replace)
+    def __call__(self, hidden: Tensor) -> Tensor:
+        output = replace(self.below, last_hidden_state=hidden)
+        with forward_as(self.base, lambda *args, **kwargs: output):
+            return self._run()
+
+    def _run(self) -> Tensor:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        return self.model(input_ids=token, use_cache=False).logits
+
+
+@contextmanager
+def forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Within it `function` is the module's forward pass."""
+    own = module.__dict__.get("forward")  # where layers are on several GPUs, accelerate's
     try:
-        return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False).logits
+        module.forward = function
+        yield
     finally:
-        hook.remove()
+        if own is not None:
+            module.forward = own
+        else:
+            module.__dict__.pop("forward", None)
 
 
 def blocks(n: int) -> Iterator[slice]:

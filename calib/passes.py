@@ -129,14 +129,22 @@ def _fit(layers: Sequence[Layer], places: Sequence[Sequence[int]], collected: Se
     mine: dict[int, list[Tensors]] = {}
     for layer, sides in enumerate(layers):
         if ranks.owner(layer) == ranks.rank:
-            mine[layer] = [
-                observer.fit.fit(_of_side(collected[layer], place)) if observer.fit else {}
-                for place, observer in zip(places[layer], sides, strict=True)
-            ]
+            mine[layer] = _tables(sides, places[layer], collected[layer])
     for part in ranks.gather(mine):
         for layer, tables in part.items():
             for observer, found in zip(layers[layer], tables, strict=True):
                 observer.finish(found)
+
+
+def _tables(sides: Layer, places: Sequence[int], collected: Tensors) -> list[Tensors]:
+    """Tables of one layer's sides. What is the same for those that read one collection is found once."""
+    common: dict[int, Mapping[str, Tensor]] = {}
+    for place, observer in zip(places, sides, strict=True):
+        if observer.fit and place not in common:
+            common[place] = observer.fit.common(_of_side(collected, place))
+    return [
+        observer.fit.fit(common[place]) if observer.fit else {} for place, observer in zip(places, sides, strict=True)
+    ]
 
 
 def _joined(sides: Layer) -> Tensors:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
-from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
+from calib.forward import Head, at_least_float32, blocks, hidden_states, require_finite
 from runtime.hf import UnsupportedModelError
 from runtime.hf_decoder import decoder_layers
 from runtime.hf_model import kv_heads, require_keys_and_values, rotary_by_layer, text_config
@@ -242,11 +242,11 @@ def _loss_gradient(model: PreTrainedModel, hidden: Tensor, ids: Tensor) -> Tenso
 
     Summed, not averaged: a mean would tie the scale of one sample's gradients to its length.
     """
-    of_hidden, ids = torch.zeros_like(hidden), ids.to(hidden.device)
+    of_hidden, ids, head = torch.zeros_like(hidden), ids.to(hidden.device), Head(model)
     for rows in blocks(ids.shape[1] - 1):
         block = hidden[:, rows].detach().requires_grad_()
         with torch.enable_grad():
-            logits = at_least_float32(head(model, block)[0])
+            logits = at_least_float32(head(block)[0])
             targets = ids[0, rows.start + 1 : rows.stop + 1].to(logits.device)
             loss = F.cross_entropy(logits, targets, reduction="sum")
         require_finite(loss, "behind the last layer: logits")

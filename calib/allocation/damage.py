@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from artifacts import Bundle, Format, PageGeometry
 from calib.allocation.candidates import SIDES, Candidates
 from calib.evaluate import Both, attend_both, packed
-from calib.forward import at_least_float32, blocks, head, hidden_states, require_finite
+from calib.forward import Head, at_least_float32, blocks, forward_as, hidden_states, require_finite
 from calib.passes import ALONE, Work
 from calib.progress import track
 from runtime.codec import Codec
@@ -143,6 +143,7 @@ class _Passes:
                 hooks.callback(hook.remove)
             self.full = hidden_states(model, ids)
         require_finite(self.full, "the model's hidden states")
+        self.head = Head(model)
 
     def damage(self, layer: int, cache: AttendingCache) -> float:
         """KL in nats, mean over the tokens, of a pass with `cache`, which changes nothing below `layer`."""
@@ -150,7 +151,7 @@ class _Passes:
             hidden = hidden_states(self.model, self.ids, cache)
         total, n = 0.0, self.ids.shape[1]
         for rows in blocks(n):
-            p, q = (F.log_softmax(at_least_float32(head(self.model, x[:, rows])[0]), -1) for x in (self.full, hidden))
+            p, q = (F.log_softmax(at_least_float32(self.head(x[:, rows])[0]), -1) for x in (self.full, hidden))
             require_finite(q, "logits with a compressed cache")
             total += F.kl_div(q, p, log_target=True, reduction="sum").item()
         return total / n
@@ -159,14 +160,7 @@ class _Passes:
 @contextmanager
 def _skipped(modules: nn.ModuleList, outputs: list[Any]) -> Iterator[None]:
     """Lets modules give what they gave before, without computing it."""
-    before = [module.__dict__.get("forward") for module in modules]  # where layers are on several GPUs, accelerate's
-    try:
+    with ExitStack() as replaced:
         for module, output in zip(modules, outputs, strict=False):
-            module.forward = lambda *args, output=output, **kwargs: output
+            replaced.enter_context(forward_as(module, lambda *args, output=output, **kwargs: output))
         yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            if own is not None:
-                module.forward = own
-            else:
-                module.__dict__.pop("forward", None)

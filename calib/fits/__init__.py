@@ -45,16 +45,21 @@ class Fit:
         raise NotImplementedError
 
     def collected(self) -> dict[str, Tensor]:
-        """What `fit` reads, of everything that was observed; small, and the same on any number of ranks."""
+        """What `common` reads, of everything that was observed; small, and the same on any number of ranks."""
         raise NotImplementedError
 
-    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def common(self, collected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What `fit` reads, from what was collected: the part of the work that is the same for all fits that saw the
+        same, so that one of them does it for all."""
+        return collected
+
+    def fit(self, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by the names that the part declares, or that its `chosen` reads."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Tensor]:
         """What `fit` finds in what was observed."""
-        return self.fit(self.collected())
+        return self.fit(self.common(self.collected()))
 
     def tensors(self) -> dict[str, Tensor]:
         """State of all statistics: `<statistic>.<tensor>`."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from artifacts.errors import SignpostError
@@ -20,6 +19,7 @@ from calib.signposts import fit_signposts
 from calib.statistics import LaneSums
 from runtime.parts import banded
 
+WIDEST = 4  # bits: of all bands there are
 BINS = 512  # of a band's histogram at most: 16 codes need no finer edges, and there is a histogram for every band
 
 
@@ -71,8 +71,9 @@ class BandFit(Fit):
     def collected(self) -> dict[str, Tensor]:
         return {name: sums.total().cpu() for name, sums in self.statistics.items()}
 
-    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """widths: uint8 [h_kv, bands]; signposts: float32 [h_kv, bands, 2**most]. See `artifacts.parts.Banded`.
+    def common(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """values: float64 [h_kv, bands, 5, 16], the signposts of every band at widths of 0 to 4 bits, the last one
+        again behind them; costs: float64 [h_kv, bands, 5].
 
         Raises SignpostError where no number has any weight.
         """
@@ -83,25 +84,23 @@ class BandFit(Fit):
                 "are equal: check that the model uses this layer, or set method.weights=none"
             )
         _, h_kv, bands, _ = sums.shape
-        words = round(self.part.bits * bands)
-        widths = np.zeros((h_kv, bands), np.uint8)
-        signposts = np.zeros((h_kv, bands, 1 << self.part.most), np.float32)
-        for head in range(h_kv):
-            books = [self._books(sums[:, head, band]) for band in range(bands)]
-            widths[head] = cheapest([[cost for _, cost in book] for book in books], words)
-            for band, width in enumerate(widths[head]):
-                values = books[band][width][0]
-                signposts[head, band, : values.size] = values
-                signposts[head, band, values.size :] = values[-1]
-        return {"widths": torch.from_numpy(widths), "signposts": torch.from_numpy(signposts)}
+        values, costs = np.zeros((h_kv, bands, WIDEST + 1, 1 << WIDEST)), np.zeros((h_kv, bands, WIDEST + 1))
+        for head, band in np.ndindex(h_kv, bands):
+            counted = histogram(sums[:, head, band])
+            for width in range(WIDEST + 1) if (counted.weight > 0).any() else ():  # else it is 0 and costs nothing
+                found = fit_signposts(counted, 1 << width)
+                values[head, band, width] = np.pad(found.values, (0, (1 << WIDEST) - found.values.size), "edge")
+                costs[head, band, width] = found.cost
+        return {"values": torch.from_numpy(values), "costs": torch.from_numpy(costs)}
 
-    def _books(self, sums: Tensor) -> list[tuple[NDArray[np.float64], float]]:
-        """Signposts and cost of a band at every width; a band without weight costs nothing."""
-        counted = histogram(sums)
-        if not (counted.weight > 0).any():
-            return [(np.zeros(1), 0.0) for _ in range(self.part.most + 1)]
-        found = [fit_signposts(counted, 1 << width) for width in range(self.part.most + 1)]
-        return [(each.values, each.cost) for each in found]
+    def fit(self, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """widths: uint8 [h_kv, bands]; signposts: float32 [h_kv, bands, 2**most]. See `artifacts.parts.Banded`."""
+        values, costs = common["values"], common["costs"][..., : self.part.most + 1]
+        words = round(self.part.bits * costs.shape[1])
+        widths = torch.tensor([cheapest(of_head, words) for of_head in costs.tolist()])
+        head, band = (torch.arange(n) for n in widths.shape)
+        chosen = values[head[:, None], band, widths, : 1 << self.part.most]
+        return {"widths": widths.to(torch.uint8), "signposts": chosen.float()}
 
 
 def cheapest(costs: list[list[float]], words: int) -> list[int]:

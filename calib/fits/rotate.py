@@ -74,12 +74,16 @@ class MomentFit(Fit):
     def collected(self) -> dict[str, Tensor]:
         return {name: sums.total().cpu() for name, sums in self.statistics.items()}
 
-    def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """rotation: int8 [h_kv, d, d]."""
+    def common(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The matrix: nothing that recipes differ in has to do with it, and its eigenvectors take long."""
         mean = collected["total"] / collected["count"]
         covariance = collected["second"] / collected["count"] - mean[:, :, None] * mean[:, None, :]
         fisher = collected.get("gradient", torch.eye(mean.shape[1], dtype=torch.float64).expand_as(covariance))
         return {"rotation": learned(covariance, fisher)}
+
+    def fit(self, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """rotation: int8 [h_kv, d, d]."""
+        return dict(common)
 
 
 def learned(covariance: Tensor, fisher: Tensor) -> Tensor:

@@ -8,14 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artifacts import Banded, Format, PageGeometry, PageShape, Rotate
+from artifacts import Banded, Dense, Format, LayerFormat, PageGeometry, PageShape, Rotate
 from artifacts.errors import FormatError, SignpostError
 from artifacts.parts.banded import BAND
-from calib.collect import SideFits
+from calib.choices import LayerRecipe
+from calib.collect import SideFits, collect_all
 from calib.config import MethodConfig
-from calib.fits import Side
+from calib.fits import Side, banded, rotate
 from calib.fits.banded import BandFit, cheapest
 from calib.fits.rotate import MomentFit, learned
+from calib.signposts import fit_signposts
 from calib.statistics import LANES
 from calib.tap import Activations
 from runtime.codec import Codec
@@ -178,3 +180,29 @@ def test_a_band_without_weight_is_stored_as_nothing():
 def test_recipes_with_widths_that_no_band_has(settings, bits, words):
     with pytest.raises(FormatError, match=words):
         settings("method=banded", f"bits={bits}")
+
+
+def test_recipes_that_differ_in_bits_find_matrices_and_codebooks_once(monkeypatch):
+    """And what each comes to is what it would find alone."""
+    x, g, finding = correlated(7), gradients(8), []
+    monkeypatch.setattr(rotate, "learned", lambda *given: (finding.append("matrix"), learned(*given))[1])
+    monkeypatch.setattr(banded, "fit_signposts", lambda *given: (finding.append("book"), fit_signposts(*given))[1])
+    key = Format(T, Dense(4, "token"))
+    values = [Format(T, banded=Banded(bits), rotate=Rotate("learned")) for bits in (0.5, 2.0, 3.5)]
+    recipes = [[LayerRecipe(LayerFormat(key, value))] for value in values]
+
+    class Shown:
+        def run(self, ids, gradients, see):
+            see(Activations(0, x, x, x, *([g] * 3 if gradients else [None] * 3)))
+
+    def found(recipes):
+        finding.clear()
+        results = collect_all(Shown(), torch.zeros(1, N, dtype=torch.int64), recipes, MethodConfig("test"), H, D)
+        return [tensors for _, tensors in results], finding.count("matrix"), finding.count("book")
+
+    together, matrices, books = found(recipes)
+    assert (matrices, books) == (1, H * (D // BAND) * 5)
+    for recipe, mine in zip(recipes, together, strict=True):
+        ((alone,), _, _) = found([recipe])
+        assert mine.keys() == alone.keys()
+        assert all(torch.equal(mine[name], alone[name]) for name in mine)

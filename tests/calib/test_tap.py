@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from calib import forward, tap
-from calib.forward import ActivationError, blocks, head, hidden_states
+from calib.forward import ActivationError, Head, blocks, hidden_states
 from calib.tap import Tap
 from runtime.hf import UnsupportedModelError
 from runtime.hf_decoder import decoder_layers
@@ -169,9 +169,23 @@ def test_gradients_do_not_depend_on_the_blocks_of_the_head(tiny_model, monkeypat
 def test_head_keeps_what_the_model_does_to_its_logits(tiny_model, family, changes):
     model, ids = tiny_model(family, **changes), tokens()[None]
     with torch.no_grad():
-        hidden = hidden_states(model, ids)
-        found = torch.cat([head(model, hidden[:, rows]) for rows in (slice(0, 5), slice(5, N))], 1)
+        hidden, head = hidden_states(model, ids), Head(model)
+        found = torch.cat([head(hidden[:, rows]) for rows in (slice(0, 5), slice(5, N))], 1)
         assert difference(found, model(ids).logits) <= 1e-12 * found.abs().max()
+
+
+def test_what_is_below_the_head_runs_once_and_stays_the_models_own(tiny_model):
+    model, runs = tiny_model("llama"), []
+    with torch.no_grad():
+        hidden = hidden_states(model, tokens()[None])
+        hook = model.base_model.layers[0].register_forward_hook(lambda *args: runs.append(1))
+        head = Head(model)
+        first, again = head(hidden), head(hidden)
+        hook.remove()
+        assert len(runs) == 1
+        assert torch.equal(first, again)
+        assert "forward" not in model.base_model.__dict__
+        assert torch.equal(model(tokens()[None]).logits, first)
 
 
 def test_blocks_cover_all_rows(monkeypatch):
