@@ -132,10 +132,10 @@ struct Layout {
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
     static constexpr int BOOKS = BYTES ? BYTE_TABLES + ByteRoom<BYTES, C>::BOOKS : RING;  // f32 [2][256] for a moment: the codebooks
     static constexpr int STATE = RING;  // f32 [3][TEAMS][COLUMNS], between pages and outputs
-    static_assert(WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4, "a ring holds all states");
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
-    static_assert(ROWS_AT_ONCE > 0, "a team's ring holds one row of output");
+    // Whether it fits so many bytes, and the ring holds all states and a row of each team's output.
+    static constexpr bool fits(int bytes) { return SHARED <= bytes && WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4 && ROWS_AT_ONCE > 0; }
 
     // Phase and row of a column.
     static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }
@@ -214,9 +214,9 @@ struct Choice {
         using L = Limits<Shape>;
         if constexpr (W > 0 && N == 0) {
             if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
-            else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= L::SHARED;
+            else return Layout<Sized<Shape, W, U, P, N>>::fits(L::SHARED);
         } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
-        else return Layout<Sized<Shape, W, U, P, N>>::SHARED <= L::SHARED;
+        else return Layout<Sized<Shape, W, U, P, N>>::fits(L::SHARED);
     }
 };
 
@@ -226,10 +226,18 @@ struct Pick : First::template For<Shape> {};
 template <typename Shape, typename First, typename Next, typename... Others>
 struct Pick<false, Shape, First, Next, Others...> : Pick<Next::template fits<Shape>(), Shape, Next, Others...> {};
 
+// Whether one does. Choices behind it are not looked at: what is far too small for a shape is not sound.
+template <bool FITS, typename Shape, typename... Others>
+struct AnyFits {
+    static constexpr bool VALUE = FITS;
+};
+template <typename Shape, typename Next, typename... Others>
+struct AnyFits<false, Shape, Next, Others...> : AnyFits<Next::template fits<Shape>(), Shape, Others...> {};
+
 template <typename... Choices>
 struct List {
     template <typename Shape>
-    static constexpr bool FITS = (Choices::template fits<Shape>() || ...);
+    static constexpr bool FITS = AnyFits<false, Shape, Choices...>::VALUE;
     template <typename Shape>
     using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>, Choices...>::Config;
 };
@@ -256,7 +264,7 @@ struct Plan {
     using Config = AllChoices::Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static_assert(SHARED <= Limits<Shared>::SHARED, "no choice fits");
+    static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 
