@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from artifacts import Bundle
 from artifacts.errors import SignpostError
 from calib.config import Config, ConfigError, Settings, register
 
@@ -39,7 +40,18 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
     """One run. stores: statistics of this command's earlier runs by folder."""
     with _one_line_errors():
         settings = Settings.of(composed)
-        from calib.pipeline import run, summary  # heavy imports only once the options are known to be sound
+        from calib.summary import summary
+
+        def tell(bundle: Bundle) -> None:
+            Console().print(summary(bundle, Path(settings.config.out), settings.counted_at))
+
+        # Heavy imports only once the options are known to be sound, and only where they are needed.
+        if settings.config.budget is not None and not settings.config.dry_run:
+            from calib.allocation.again import again
+
+            if found := again(settings):
+                return tell(found)
+        from calib.pipeline import run
         from calib.store import Store
 
         if settings.config.dry_run:
@@ -53,7 +65,7 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         if settings.config.work is None:
             store = stores.setdefault(settings.work, store)
         if bundle := run(settings, Console(stderr=True), store):
-            Console().print(summary(bundle, Path(settings.config.out), settings.counted_at))
+            tell(bundle)
 
 
 def _run(stores: dict[Path, Any]) -> None:

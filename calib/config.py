@@ -248,6 +248,13 @@ class Settings:
         """Tokens per window of evaluation."""
         return self.config.seqlen if self.config.eval.seqlen is None else self.config.eval.seqlen
 
+    def require_positions(self, limit: int | None) -> None:
+        """Raises ConfigError for windows beyond a model's positions, if these are known."""
+        evaluated = {"eval.seqlen": self.eval_seqlen} if self.config.eval.source != "none" else {}
+        for name, seqlen in ({"seqlen": self.config.seqlen} | evaluated).items():
+            if limit and seqlen > limit:
+                raise ConfigError(f"{name}={seqlen} is above the model's {limit} positions: set {name}={limit} or less")
+
     def _check_pages(self, layer: LayerFormat) -> None:
         for name, fmt in (("key", layer.key), ("value", layer.value)):
             group = fmt.dense.group if fmt.dense and fmt.dense.axis == "channel" else 0

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +20,7 @@ from artifacts.atomic import Owned, refuse_foreign, replace_folder
 from artifacts.bundle import MANIFEST, SIDES, Tensor, owned_files
 from artifacts.errors import FormatError
 from calib.collect import collect, observes
-from calib.config import ConfigError, Settings
+from calib.config import Settings
 from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_source, text_files
 from calib.devices import place
 from calib.evaluate import evaluate
@@ -35,7 +34,6 @@ from calib.tap import Tap
 from runtime.hf_load import load_causal_lm, model_path
 from runtime.hf_model import fingerprint, kv_heads, require_keys_and_values, require_one_rope, rotary, sliding_windows
 
-LONG = 131072  # tokens of a long context
 # What to say where the model itself does not fit: what was done, and the way out.
 LOADING = ("while loading the model", "set device=split to spread it over all GPUs, or model.dtype=bfloat16")
 # Settings that leave the tensors of a recipe's bundle as they are.
@@ -161,6 +159,11 @@ def heads(model: Any) -> tuple[int, int]:
     return kv_heads(model), getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
+def positions(model: Any) -> int | None:
+    """Tokens of the longest text by a model's configuration, if it says."""
+    return getattr(model, "max_position_embeddings", None)
+
+
 def _check_formats(settings: Settings) -> None:
     """Raises UnsupportedModelError, FormatError or ConfigError for what the model's configuration rules out."""
     model = known_config(settings)
@@ -173,17 +176,7 @@ def _check_formats(settings: Settings) -> None:
                 PageGeometry.of(getattr(layer, side), *heads(model), side)
             except FormatError as error:
                 raise FormatError(f"method.{side}: {error}") from error
-    check_lengths(settings, model)
-
-
-def check_lengths(settings: Settings, model: Any) -> None:
-    """Raises ConfigError for windows beyond the model's positions."""
-    config = settings.config
-    limit = getattr(model, "max_position_embeddings", None)
-    used = {"seqlen": config.seqlen} | ({"eval.seqlen": settings.eval_seqlen} if config.eval.source != "none" else {})
-    for name, seqlen in used.items():
-        if limit and seqlen > limit:
-            raise ConfigError(f"{name}={seqlen} is above the model's {limit} positions: set {name}={limit} or less")
+    settings.require_positions(positions(model))
 
 
 def calibrate(
@@ -223,36 +216,3 @@ def provenance(
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "packages": versions(),
     }
-
-
-def summary(bundle: Bundle, path: Path, n: int) -> Table:
-    """The one table that a run prints. n: tokens at which bits are stated, besides a long context."""
-    geometry, files = bundle.geometry, sum(f.stat().st_size for f in path.iterdir())
-    short, long = geometry.bits(n), geometry.bits(LONG)
-    rows = {
-        "bundle": f"{path} ({files / 1024:.0f} KiB)",
-        "bits per number, everything counted": f"{short:.3f} at {n} tokens, {long:.3f} at {LONG}",
-        f"cache at {LONG} tokens": f"{geometry.cache_bytes(LONG) / 2**20:.1f} MiB, {16 / long:.2f}x less",
-    } | _quality(bundle.evaluation or {})
-    table = Table(title=Text(f"{bundle.recipe} for {bundle.model.name}"), title_justify="left", show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table
-
-
-def _quality(result: Mapping[str, Any]) -> dict[str, str]:
-    """Rows of the summary on an evaluation; none without one."""
-    if not result:
-        return {}
-    rows = {
-        "evaluated on": f"{result['text']['source']}: {result['tokens']} tokens in windows of {result['context']}",
-        "loss": f"{result['loss']:.4f} nats per token, full precision {result['loss_full']:.4f} "
-        f"({result['loss_increase']:+.4f})",
-        "perplexity": f"{result['perplexity']:.3f}, full precision {result['perplexity_full']:.3f}",
-        "KL to full precision": f"{result['kl_mean']:.5f} mean, {result['kl_p999']:.4f} at 99.9%",
-        "same top token": f"{100 * result['top1']:.2f}%",
-    }
-    if check := result.get("cache_check"):
-        losses = f"loss {check['loss_cache']:.6f} against {check['loss_simulated']:.6f}"
-        rows["real cache against simulation"] = f"{losses} on {check['tokens']} tokens"
-    return rows

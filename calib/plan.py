@@ -15,8 +15,9 @@ from calib.config import ConfigError, Settings
 from calib.devices import place
 from calib.fits.banded import BINS
 from calib.forward import ROWS
-from calib.pipeline import LONG, check_settings, heads, known_config, model_dtype
+from calib.pipeline import check_settings, heads, known_config, model_dtype
 from calib.statistics import LANES
+from calib.summary import LONG
 from runtime.hf_load import DTYPES
 from runtime.hf_model import sliding_windows
 

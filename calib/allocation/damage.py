@@ -8,18 +8,18 @@ any filling is taken to be the product.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from rich.progress import Progress
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from artifacts import Bundle, Format, PageGeometry
 from calib.allocation.candidates import SIDES, Candidates
+from calib.allocation.damages import Damages
 from calib.evaluate import Both, attend_both, packed
 from calib.forward import Head, at_least_float32, blocks, forward_as, hidden_states, require_finite
 from calib.passes import ALONE, Work
@@ -32,21 +32,6 @@ from runtime.hf_model import rotary, text_config
 from runtime.rope import Rotation
 
 SMALLEST = 1e-9  # nats; a damage below is noise, and products of ratios need numbers above zero
-
-
-class Damages(NamedTuple):
-    """Nats per token, float64: of each variant at the first filling, key and value [l, variants]; and of each filling
-    with the variant of middling size, [l, 2, fillings]. Layers that stay in full precision have the least there is.
-    """
-
-    key: NDArray[np.float64]
-    value: NDArray[np.float64]
-    fillings: NDArray[np.float64]
-
-    def of(self, side: int) -> NDArray[np.float64]:
-        """float64 [l, variants, fillings]: every variant of keys (0) or values (1) at every filling."""
-        ratio = self.fillings[:, side] / self.fillings[:, side, :1]
-        return (self.key, self.value)[side][:, :, None] * ratio[:, None, :]
 
 
 class OneSide(AttendingCache):

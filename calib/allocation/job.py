@@ -12,13 +12,14 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from artifacts import Bundle, CacheGeometry, load
+from calib.allocation.again import CONFIG, check_windows, config_digest
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damage import measure
 from calib.allocation.solve import require_room
 from calib.allocation.table import FILES, RECORD, Table, TableError, fitted
 from calib.collect import collect_all
-from calib.config import ConfigError, Settings
+from calib.config import Settings
 from calib.data import Tokens, text_files
 from calib.devices import place
 from calib.inputs import of_model, versions
@@ -30,13 +31,13 @@ from calib.pipeline import (
     arrays,
     calibration_text,
     check_destination,
-    check_lengths,
     check_writable,
     evaluation_text,
     finished,
     heads,
     known_config,
     model_dtype,
+    positions,
     provenance,
 )
 from calib.progress import bars
@@ -44,7 +45,14 @@ from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
 from runtime.hf_load import load_causal_lm
-from runtime.hf_model import config_hash, fingerprint, require_keys_and_values, require_one_rope, sliding_windows
+from runtime.hf_model import (
+    config_hash,
+    fingerprint,
+    require_keys_and_values,
+    require_one_rope,
+    sliding_windows,
+    text_config,
+)
 
 _METHOD = ("method", "bits", "outliers", "sinks")  # settings that a budget takes the place of
 
@@ -118,6 +126,7 @@ def tabulate(
     damages = measure(model, tokens.ids[:windows], candidates, fitted(candidates, bundles), progress, work)
     origin = provenance(model, settings, tokens, (*UNSEEN, *_METHOD)) | {
         "candidates": candidates.data,
+        CONFIG: {"sha256": config_digest(settings.config.model), "positions": positions(text_config(model))},
         "measured_on": f"{windows} x {tokens.ids.shape[1]} tokens of the calibration text",
         "seconds": {"fitting": round(fitting, 1), "measuring": round(time.monotonic() - start, 1)},
     }
@@ -126,14 +135,7 @@ def tabulate(
 
 def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
     """Raises FormatError or ConfigError for what the options and the model's configuration rule out."""
-    config = settings.config
-    needed = max(filling.t + filling.sinks for filling in candidates.fillings)
-    if config.seqlen < needed:
-        raise ConfigError(
-            f"seqlen={config.seqlen} does not fill a page behind the sinks: set seqlen to at least {needed}"
-        )
-    if config.candidates.tokens < 1:
-        raise ConfigError(f"candidates.tokens={config.candidates.tokens} must be at least 1")
+    check_windows(settings, candidates)
     model = known_config(settings)
     if model is None:
         return
@@ -148,7 +150,7 @@ def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
         [candidates.costs(side, full.h_kv, full.d, budget.length) for side in SIDES],
         allowed - kept.exact_bytes(budget.length),
     )
-    check_lengths(settings, model)
+    settings.require_positions(positions(model))
 
 
 def _known(path: Path, candidates: Candidates, settings: Settings) -> Table:

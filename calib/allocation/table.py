@@ -19,7 +19,7 @@ from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
-from calib.allocation.damage import Damages
+from calib.allocation.damages import Damages
 from calib.allocation.solve import Choice, solve
 
 VERSION = 1

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from itertools import pairwise, product
 
 import numpy as np
@@ -16,7 +19,8 @@ from calib import pipeline
 from calib.allocation import damage, job
 from calib.allocation.budget import Budget, spent
 from calib.allocation.candidates import Candidates
-from calib.allocation.damage import Damages, OneSide, measure
+from calib.allocation.damage import OneSide, measure
+from calib.allocation.damages import Damages
 from calib.allocation.solve import BudgetError, solve
 from calib.allocation.table import Table, TableError, fitted
 from calib.collect import collect, collect_all
@@ -263,6 +267,32 @@ def test_a_budget_becomes_a_bundle_and_the_next_one_needs_no_model(calib, local,
         assert allocation["tokens"] == 1024
     assert sizes[0] > sizes[1]
     assert first.calibration["allocation"]["predicted_kl"] < second.calibration["allocation"]["predicted_kl"]
+
+
+def test_another_budget_imports_neither_torch_nor_transformers(calib, local, tmp_path, tabled):
+    """Its bundle is that of the way which looks at the model's configuration; another file of it goes that way."""
+    if not tabled.exists():
+        assert calib(*local, "budget=4bits@1K", f"table={tabled}", f"out={tmp_path / 'first'}").code == 0
+    options = [*local, "budget=3.5bits@1K", "eval=none", f"table={tabled}"]
+    code = """if True:
+        import sys
+        from calib.__main__ import main
+        main()
+        assert not {"torch", "transformers"} & set(sys.modules), "imported"
+    """
+    light = [sys.executable, "-c", code, *options, f"out={tmp_path / 'light'}"]
+    assert subprocess.run(light, capture_output=True, text=True, cwd=tmp_path).returncode == 0
+
+    copy = tmp_path / "copy.table"
+    shutil.copytree(tabled, copy)
+    record = json.loads((copy / "table.json").read_text())
+    record["provenance"]["model_config"]["sha256"] = "another"
+    (copy / "table.json").write_text(json.dumps(record))
+    heavy = [*light[:-1], f"table={copy}", f"out={tmp_path / 'heavy'}"]
+    assert "imported" in subprocess.run(heavy, capture_output=True, text=True, cwd=tmp_path).stderr
+    found, same = (artifacts.load(tmp_path / name) for name in ("light", "heavy"))
+    assert found.layers == same.layers
+    assert all(np.array_equal(x, same.tensors[name]) for name, x in found.tensors.items())
 
 
 def test_an_evaluated_bundle(calib, local, tmp_path):

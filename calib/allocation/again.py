@@ -1,0 +1,62 @@
+"""Another budget from a table that is there, without importing torch or transformers, which would take longer."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from artifacts import Bundle, load
+from calib.allocation.budget import Budget
+from calib.allocation.candidates import Candidates
+from calib.allocation.table import RECORD, Table
+from calib.config import ConfigError, ModelConfig, Settings
+
+EMBEDDED = Path(__file__).parents[1] / "tiny"  # as `runtime.hf_load.model_path` finds it
+CONFIG = "model_config"  # in a table's provenance: sha256 of the file, and positions, the longest text
+
+
+def again(settings: Settings) -> Bundle | None:
+    """The bundle of the budget, saved; None where `calib.allocation.job` has to look: at a table that is not there or
+    was measured with another configuration of the model, at what an evaluation or several ranks need.
+
+    Raises what that raises for a table, a budget, options and a destination.
+    """
+    config, path = settings.config, settings.table
+    if config.eval.source != "none" or os.environ.get("WORLD_SIZE", "1") != "1" or not (path / RECORD).exists():
+        return None
+    budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
+    candidates.require_length(budget)
+    check_windows(settings, candidates)
+    table = Table.load(path, candidates)
+    known = table.provenance.get(CONFIG) or {"sha256": None}
+    if known["sha256"] is None or known["sha256"] != config_digest(config.model):
+        return None
+    settings.require_positions(known["positions"])
+    table.bundle(budget).save(config.out)
+    return load(config.out)
+
+
+def check_windows(settings: Settings, candidates: Candidates) -> None:
+    """Raises ConfigError for lengths of text that no filling can be measured with."""
+    config = settings.config
+    needed = max(filling.t + filling.sinks for filling in candidates.fillings)
+    if config.seqlen < needed:
+        raise ConfigError(
+            f"seqlen={config.seqlen} does not fill a page behind the sinks: set seqlen to at least {needed}"
+        )
+    if config.candidates.tokens < 1:
+        raise ConfigError(f"candidates.tokens={config.candidates.tokens} must be at least 1")
+
+
+def config_digest(model: ModelConfig) -> str | None:
+    """Of a model's configuration, in its folder or in the hub's cache; None where neither has it."""
+    folder = EMBEDDED if model.path == "tiny" and not Path(model.path).exists() else Path(model.path)
+    file: object = folder / "config.json"
+    if not folder.is_dir():
+        try:
+            file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        except HFValidationError:
+            return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if isinstance(file, str | Path) else None
