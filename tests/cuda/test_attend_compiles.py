@@ -30,10 +30,10 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
     return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv), True)
 
 
-def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half") -> jit.Unit:
+def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", blocks: int = 1) -> jit.Unit:
     formats = RECIPES[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
-    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True)
+    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, blocks)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -61,6 +61,13 @@ def test_every_architecture(name: str, rows: int, arch: str) -> None:
 )
 def test_rows_and_model_types(dtype: str, rows: int) -> None:
     assert jit.compile_unit(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
+    """Or one, where two do not fit."""
+    assert jit.compile_unit(recipe_unit(name, rows=rows, blocks=2), "sm_90a")
 
 
 def test_tuned_kernels_without_outliers_do_not_spill() -> None:
@@ -92,7 +99,7 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
 
 def test_a_bundle_compiles_each_unit_once() -> None:
     found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
-    assert len(found) == len(set(found)) == 4  # two kinds of layers, two model types
+    assert len(found) == len(set(found)) == 8  # two kinds of layers, two model types, one or two blocks
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5])
