@@ -150,6 +150,10 @@ class PagedAttention:
             moved.pop("unrotation", None)
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
+    def blocks(self, pairs: int, tokens: int) -> int:
+        """How many share a multiprocessor: `sharing`."""
+        return sharing(LayerFormat(self.key.format, self.value.format), pairs, tokens, self.grid)
+
     def module(self, rows: int, blocks: int) -> jit.Module:
         """The compiled kernels for so many query rows per kv head and blocks a multiprocessor (`sharing`). Not to be
         called first within a capture."""
@@ -192,9 +196,8 @@ class Step:
         scale: float,
     ):  # fmt: skip
         b, rows = lengths.numel(), kernels.g * m
-        self._formats, self._m = LayerFormat(kernels.key.format, kernels.value.format), m
-        blocks = sharing(self._formats, b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t, kernels.grid)
-        module = kernels.module(rows, blocks)
+        self._formats, self._m = (kernels.key.format, kernels.value.format), m
+        module = kernels.module(rows, kernels.blocks(b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = min(rows, MOST_ROWS)
@@ -243,8 +246,7 @@ class Step:
         """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
         if self._debug and not torch.cuda.is_current_stream_capturing():
             key, value, lengths, _ = self._kept
-            formats = self._formats.key, self._formats.value
-            for name, side, fmt in zip(("keys", "values"), (key, value), formats, strict=True):
+            for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
                 check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()])
         params = self.params
         params.q = q.data_ptr()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from artifacts import Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
+from artifacts import Banded, Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
 from runtime.attention import PagedAttention, _Attend, _Merge, _Write
 from runtime.sources import kernel_folder
 from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit
@@ -107,8 +107,13 @@ class Emulated(PagedAttention):
     def _device(device) -> torch.device:
         return torch.device("cpu")
 
+    shared = 1  # blocks of a multiprocessor
+
     def _processors(self) -> int:
         return BLOCKS
+
+    def blocks(self, pairs: int, tokens: int) -> int:
+        return self.shared
 
     @staticmethod
     def _stream(device: torch.device) -> int:
@@ -163,6 +168,19 @@ def with_outliers(share: float, bits: int = 2, codebook: str = "nuq") -> LayerFo
         Format(64, key, Sparse(share, "channel", "bundle"), window, "pre_rope"),
         Format(64, value, Sparse(share, "token", "online"), window),
     )
+
+
+BANDED = LayerFormat(
+    Format(64, banded=Banded(2.5), window=Window(sinks=1), domain="pre_rope"),
+    Format(64, banded=Banded(1.5), window=Window(sinks=1), rotate=Rotate("learned")),
+)
+
+
+@pytest.mark.parametrize("g", [1, 4])
+@pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
+def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
+    monkeypatch.setattr(Emulated, "shared", 2)
+    check(case(formats, 2 * g), [1, 66, 330, 130])
 
 
 WEIGHED = [64 * 200 + 70]  # so many pages a block that looking at some of them is worth while
