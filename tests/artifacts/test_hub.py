@@ -193,6 +193,8 @@ BAD = {
     "negative": (claims(-1), HubError, "tensors.safetensors of -1 bytes"),
 }
 
+SLOW = {"silent", "dripping"}  # the others answer, if a busy machine lets them
+
 
 @pytest.mark.parametrize("name", BAD)
 def test_misbehaving_hub(pushed, tmp_path, name):
@@ -202,7 +204,7 @@ def test_misbehaving_hub(pushed, tmp_path, name):
     OLD.save(tmp_path / "there")
     start = time.monotonic()
     with pytest.raises(error, match=message):
-        pull(REPO, tmp_path / "there", endpoint=pushed.url, timeout=1)
+        pull(REPO, tmp_path / "there", endpoint=pushed.url, timeout=1 if name in SLOW else 20)
     assert time.monotonic() - start < 60  # a bound on hanging, not a measurement
     assert_same(load(tmp_path / "there"), OLD)
     assert sorted(os.listdir(tmp_path)) == ["new", "there"]
