@@ -19,16 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
 from scipy.stats import spearmanr
 
 from artifacts import Bundle
+from benchmarks.commands import command
 from benchmarks.quality import LONG, recall_options, recall_prompts, shares
-from calib.__main__ import CONF
+from benchmarks.tables import load_table
 from calib.allocation.budget import Budget
-from calib.allocation.candidates import SIDES, Candidates
-from calib.allocation.table import Table
-from calib.config import Settings, TextConfig, register
+from calib.allocation.candidates import SIDES
+from calib.config import TextConfig
 from calib.data import Tokens, evaluation_tokens
 from calib.evaluate import evaluate
 from calib.recall import score
@@ -77,10 +76,7 @@ class _Bench:
     """A loaded model, its table, and the text."""
 
     def __init__(self, options: argparse.Namespace):
-        register()
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = Settings.of(compose("config", options.options.split()))
-        self.table = Table.load(options.table, Candidates.of(settings.config.candidates))
+        self.table = load_table(options.table, options.options)
         self.model, tokenizer = load_causal_lm(options.model, options.dtype, options.device)
         text = TextConfig("text", options.eval)
         self.text = evaluation_tokens(text, self.model, tokenizer, options.tokens, options.context, 0)
@@ -96,7 +92,7 @@ class _Bench:
             "table": dict(self.table.provenance),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "command": "python -m benchmarks.allocation " + " ".join(sys.argv[1:]),
+            "command": command("allocation"),
         }
 
     def budget(self, text: str) -> dict[str, Any]:

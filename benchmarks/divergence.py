@@ -26,18 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from artifacts import Bundle, Dense, Format, LayerFormat, Window
 from benchmarks.commands import command
 from benchmarks.quality import calibrated, experiments
-from calib.__main__ import CONF
+from benchmarks.tables import load_table
 from calib.allocation.budget import Budget
-from calib.allocation.candidates import Candidates
 from calib.allocation.table import Table
-from calib.config import Settings, TextConfig, register
+from calib.config import TextConfig, register
 from calib.data import calibration_tokens
 from calib.evaluate import Comparison, SimulatedCache
 from calib.forward import Head, blocks, hidden_states
@@ -136,9 +134,7 @@ def table_of(options: argparse.Namespace) -> Table:
     """The table that budgets are solved from. Raises SystemExit where none is named, else as `Table.load`."""
     if options.table is None:
         raise SystemExit("--budgets needs --table, the folder that `python -m calib budget=...` made; or --budgets ''")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        settings = Settings.of(compose("config", options.options.split()))
-    return Table.load(options.table, Candidates.of(settings.config.candidates))
+    return load_table(options.table, options.options)
 
 
 @torch.no_grad()

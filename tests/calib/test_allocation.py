@@ -308,7 +308,7 @@ BAD = {
     "budget=16bits@1K": "full precision takes 16 bits",
     "budget=1GiB@1K": "full precision takes [0-9]+ bytes at 1024 tokens, which fits",
     "budget=0.5bits@1K": "the smallest of the candidates take [0-9]+ bytes together, the budget allows 16384",
-    "budget=4bits@1K candidates=foo": "candidates=foo: known are banded, finer, plain",
+    "budget=4bits@1K candidates=foo": "candidates=foo: known are banded, plain",
     "budget=4bits@1K candidates.bins=100": "candidates.bins=100: allowed are",
     "budget=4bits@1K candidates.tokens=0": "candidates.tokens=0 must be at least 1",
     "budget=4bits@1K seqlen=16": "seqlen=16 does not fill a page behind the sinks: set seqlen to at least 17",
