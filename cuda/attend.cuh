@@ -7,8 +7,8 @@
 // output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
 //
 // A turn: the keys of its tiles give scores (cuda/keys.cuh), all tiles' scores become probabilities together (cuda/softmax.cuh), and these
-// multiply the tiles' values (cuda/values.cuh). Outliers are put where the lane finds them that holds their number
-// (cuda/sparse.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
+// multiply the tiles' values (cuda/values.cuh). Outliers are added to scores and outputs on their own
+// (cuda/key_outliers.cuh, cuda/value_outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
 // (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
 #pragma once
 
@@ -17,6 +17,7 @@
 #include "key_outliers.cuh"
 #include "keys.cuh"
 #include "line.cuh"
+#include "value_outliers.cuh"
 #include "values.cuh"
 
 namespace signpost {
@@ -38,9 +39,7 @@ struct Attend {
     Exact<C>& exact;
     typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
     KeyOutliers<C> key_outliers;
-    // The lane's first outliers of a turn's tiles: of keys those tiles whose lists this warp of the team takes.
-    static constexpr int KEY_LISTS = (PHASES + L::PARTS - 1) / L::PARTS;
-    Outlier of_keys[KEY_LISTS], of_values[PHASES];
+    ValueOutliers<C> value_outliers;
 
     // ---- the line of units ----
 
@@ -53,8 +52,10 @@ struct Attend {
         for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
         for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
         copy_commit();
-        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));
-        if constexpr (!L::BYTES) key_outliers.prepare();
+        // It counts where nothing is yet; codebooks of pages that do not go by bytes are on their way to the ring.
+        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + (L::BYTES ? L::RING : L::LISTS)));
+        key_outliers.prepare();
+        value_outliers.prepare();
         copy_wait<0>();
         __syncthreads();
         if constexpr (L::BYTES) {
@@ -62,9 +63,6 @@ struct Attend {
         } else {
             keys.prepare(books);
             values.prepare(books + 256);
-        }
-        if constexpr (V::SPARSE && !L::BYTES) {
-            for (int i = threadIdx.x; i < L::WARPS * Corrections<L::SHARE>::BYTES / 4; i += L::THREADS) at.words(L::CORRECTIONS)[i] = 0u;
         }
         if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
@@ -174,23 +172,21 @@ struct Attend {
     // Units from ... to - 1: KP, VP say which sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
-    // a turn's keys before its values, so while a batch is at work those of all others may be under way; with outliers fewer,
-    // because the lists of a turn's values are opened while its last keys are at work, and those of the next turn's keys before
-    // its last values are.
+    // a turn's keys before its values, so while a batch is at work those of all others may be under way. Lists of outliers are groups of
+    // their own: those of a turn's values before the copy that follows its last keys, those of the next turn's keys before its values are at work.
+    // `arrived` is told how many groups have begun at least since the one that is waited for; where lists were begun too, it waits for more.
     template <bool KP, bool VP>
     __device__ __forceinline__ void pages(int from, int to) {
-        constexpr bool KEY_LIST = KP && K::SPARSE, VALUE_LIST = VP && V::SPARSE;
-        constexpr int KB = L::KEY_BATCH, VB = L::VALUE_BATCH, OPEN_KEYS = PHASES > 2 * VB ? PHASES - 2 * VB : 0;
-        constexpr int VF = KB;                                                               // values are fed in batches of their own
-        constexpr int KN = PHASES / KB, VN = PHASES / VF, COPIES = L::TURNS * (KN + VN);  // batches of a turn; of the ring
+        constexpr bool KEY_LIST = KP && L::KEY_OUTLIERS, VALUE_LIST = VP && L::VALUE_OUTLIERS;
+        constexpr int B = L::BATCH, N = PHASES / B, COPIES = 2 * L::TURNS * N;  // batches of a turn's side; of the ring
         const int each = (to - from + GROUPS - 1) / GROUPS, first = from + at.group * (HOP == 1 ? each : 1);
         const int count = HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS;
         if (count <= 0) return;  // the warps of a group leave together
         const SideParams &key = at.params.key, &value = at.params.value;
         const int* const key_table = key.table + at.sequence * key.table_stride;
         const int* const value_table = value.table + at.sequence * value.table_stride;
-        Feed<L, K, KeyStage, KB> key_feed(key.heads, key.records, key_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
-        Feed<L, V, ValueStage, VF> value_feed(value.heads, value.records, value_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
+        Feed<L, K, KeyStage, B> key_feed(key.heads, key.records, key_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
+        Feed<L, V, ValueStage, B> value_feed(value.heads, value.records, value_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
         auto feed_key = [&](unsigned char* stage) {
             if constexpr (KP) key_feed.copy(stage);
             else copy_commit();
@@ -201,8 +197,8 @@ struct Attend {
         };
         unsigned char* const ring = at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES);
         for (int turn = 0; turn < L::TURNS; ++turn) {
-            for (int p = 0; p < PHASES; p += KB) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
-            for (int p = 0; p < PHASES; p += VF) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+            for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+            for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
         }
         PageAngles<C> angles(at);
         if constexpr (L::ROPE && KP) {
@@ -212,8 +208,9 @@ struct Attend {
             at.meet();
         }
         if constexpr (KEY_LIST) {
-            arrived<COPIES - KN>();
-            open_keys(ring, 0, count);
+            arrived<COPIES - N>();
+            copy_key_lists(ring, 0, count);
+            for (int i = 0; i < N; ++i) copy_commit();  // in place of the values' copies that follow other lists
         }
         unsigned char* stages = ring;
 #pragma unroll 1
@@ -226,37 +223,37 @@ struct Attend {
             float score[NT][4];
             fill<L>(score, minus_infinity());
 #pragma unroll 1
-            for (int p = 0; p < live; p = rolled(p + KB)) {
+            for (int p = 0; p < live; p = rolled(p + B)) {
                 arrived<COPIES - 1>();
-                if (VALUE_LIST && p + KB >= live) {
-                    arrived<COPIES - VN - 1>();
-                    open_values(stages, live);
-                }
-                if constexpr (KEY_LIST) {
-#pragma unroll
-                    for (int i = 0; i < (KB + L::PARTS - 1) / L::PARTS; ++i) {
-                        const int mine = own_tile(turn, p / L::PARTS + i);
-                        if (mine >= p && mine < min(p + KB, live)) add_key_outliers(stages + mine * L::STAGE_BYTES, pick(of_keys, p / L::PARTS + i), turn, mine);
-                    }
-                }
-                float of_tiles[KB][NT][4];
+                float of_tiles[B][NT][4];
                 if constexpr (KP) {
-                    const unsigned char* tiles[KB];
+                    const unsigned char* tiles[B];
 #pragma unroll
-                    for (int i = 0; i < KB; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES;
+                    for (int i = 0; i < B; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES;
                     keys.scores(tiles, turn, of_tiles);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < KB; ++i) exact.scores(token + tile_at(i, p, live) * HOP * T, at.length, of_tiles[i]);
+                    for (int i = 0; i < B; ++i) exact.scores(token + tile_at(i, p, live) * HOP * T, at.length, of_tiles[i]);
                 }
 #pragma unroll
-                for (int i = 0; i < KB; ++i) choose(of_tiles[i], p + i, live, score);
+                for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
+                if (VALUE_LIST && p + B >= live) {
+                    arrived<COPIES - N - 1>();
+                    copy_value_lists(stages, live);
+                }
+                if constexpr (KEY_LIST) {
+                    if (p == 0) arrived<N>();
+#pragma unroll 1
+                    for (int mine = p; mine < min(p + B, live); ++mine) {
+                        if (own(turn, mine)) add_key_outliers(stages + mine * L::STAGE_BYTES, turn, mine);
+                    }
+                }
                 __syncwarp();
                 feed_key(stages + p * L::STAGE_BYTES);
             }
             if constexpr (KP) {
                 keys.add_zeros(turn, score);
-                if constexpr (K::SPARSE) key_outliers.take(score);
+                if constexpr (L::KEY_OUTLIERS) key_outliers.take(score);
                 if constexpr (L::ROPE) angles.turn_query(turn + 1);
                 if constexpr (L::PARTS > 1) leave_scores(turn, score);
                 if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
@@ -264,40 +261,46 @@ struct Attend {
                 keys.shift(score);
             }
             softmax.soften(score);
+            if constexpr (VALUE_LIST) value_outliers.leave(score);
             if constexpr (VP) {
-                if constexpr (L::VALUE_FOLDED) arrived<COPIES - VN>();
+                if constexpr (L::VALUE_FOLDED) arrived<COPIES - N>();
                 values.take(stages + KeyStage::BYTES, live, score);
             } else {
                 Softmax<C>::operands(score, values.scaled);
             }
 #pragma unroll 1
-            for (int p = 0; p < live; p = rolled(p + VB)) {
+            for (int p = 0; p < live; p = rolled(p + B)) {
                 arrived<COPIES - 1>();
-                if (KEY_LIST && p == min(OPEN_KEYS, (live - 1) / VB * VB) && done + PHASES < count) {
-                    arrived<COPIES - KN - VN + OPEN_KEYS / VF>();
-                    open_keys(next, turn + 1, count - done - PHASES);
+                if (KEY_LIST && p == 0) {
+                    arrived<COPIES - 2 * N>();
+                    copy_key_lists(next, turn + 1, count - done - PHASES);  // none behind the last turn, but a group
                 }
-                if constexpr (VALUE_LIST) {
-                    add_sparse_values(stages + p * L::STAGE_BYTES + KeyStage::BYTES, p);
-                } else if constexpr (VP) {
-                    const unsigned char* tiles[VB];
+                if constexpr (VP) {
+                    const unsigned char* tiles[B];
 #pragma unroll
-                    for (int i = 0; i < VB; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES + KeyStage::BYTES;
-                    values.add(tiles, p, 0u);
+                    for (int i = 0; i < B; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES + KeyStage::BYTES;
+                    values.add(tiles, p);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < VB; ++i) {
+                    for (int i = 0; i < B; ++i) {
                         unsigned b[NT][2];
                         softmax.of_phase(values.scaled, p + i, b);
                         exact.add_values(token + tile_at(i, p, live) * HOP * T, at.length, b);
                     }
                 }
+                if constexpr (VALUE_LIST) {
+                    if (p == 0) arrived<KEY_LIST ? 2 : 1>();
+#pragma unroll 1
+                    for (int mine = p; mine < min(p + B, live); ++mine) add_value_outliers(stages + mine * L::STAGE_BYTES + KeyStage::BYTES, mine);
+                }
                 __syncwarp();
-                if (VB == VF || (p + VB) % VF == 0 || p + VB >= live) feed_value(stages + p / VF * VF * L::STAGE_BYTES);
+                feed_value(stages + p * L::STAGE_BYTES);
             }
+            if (VALUE_LIST && (turn + 1) % ValueOutliers<C>::TURNS == 0) softmax.take_outliers();
             stages = next;
         }
         arrived<0>();
+        if constexpr (VALUE_LIST) softmax.take_outliers();
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
 
@@ -350,54 +353,38 @@ struct Attend {
     using KeyList = SparseList<K, D, 1>;
     using ValueList = SparseList<V, D, L::PARTS>;
 
-    // The warps of a team share out the lists of a turn's keys: the phase of this warp's i-th list; -1: there is none.
-    __device__ __forceinline__ int own_tile(int turn, int i) const { return PHASES >= L::PARTS ? i * L::PARTS + at.part : turn % L::PARTS == at.part ? 0 : -1; }
+    // The warps of a team share out the lists of a turn's keys: whether this warp has a phase's. Which copy it is.
+    __device__ __forceinline__ bool own(int turn, int phase) const { return (PHASES >= L::PARTS ? phase : turn) % L::PARTS == at.part; }
+    __device__ __forceinline__ unsigned char* key_list(int phase) const { return at.list(phase / L::PARTS); }
+    __device__ __forceinline__ unsigned char* value_list(int phase) const { return at.list(L::KEY_LISTS + phase); }
 
-    template <int N>
-    static __device__ __forceinline__ Outlier pick(const Outlier (&from)[N], int i) {
-        Outlier x = from[0];
-#pragma unroll
-        for (int k = 1; k < N; ++k) {
-            if (i == k) x = from[k];
-        }
-        return x;
-    }
-
-    __device__ __forceinline__ void open_keys(const unsigned char* stages, int turn, int live) {
-#pragma unroll
-        for (int i = 0; i < KEY_LISTS; ++i) {
-            const int mine = own_tile(turn, i);
-            if (mine >= 0 && mine < live) KeyList(stages + mine * L::STAGE_BYTES + KeyStage::DIRECTORY, 0).open(at.params.key.records, at.lane, of_keys[i]);
-        }
-    }
-    __device__ __forceinline__ void open_values(const unsigned char* stages, int live) {
+    __device__ __forceinline__ void copy_key_lists(const unsigned char* stages, int turn, int live) const {
 #pragma unroll
         for (int p = 0; p < PHASES; ++p) {
-            if (p < live) ValueList(stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, at.part).open(at.params.value.records, at.lane, of_values[p]);
+            if (p < live && own(turn, p)) KeyList(stages + p * L::STAGE_BYTES + KeyStage::DIRECTORY, 0).copy(at.params.key.records, shared_address(key_list(p)), at.lane);
         }
+        copy_commit();
+    }
+    __device__ __forceinline__ void copy_value_lists(const unsigned char* stages, int live) const {
+#pragma unroll
+        for (int p = 0; p < PHASES; ++p) {
+            if (p < live) ValueList(stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, at.part).copy(at.params.value.records, shared_address(value_list(p)), at.lane);
+        }
+        copy_commit();
     }
 
-    __device__ __forceinline__ void add_key_outliers(const unsigned char* stage, const Outlier& opened, int turn, int phase) const {
-        auto add = [&](const Outlier& x, unsigned block) { key_outliers.add(x, block, turn, phase); };
-        KeyList(stage + KeyStage::DIRECTORY, 0).each(at.params.key.records, at.lane, opened, add, add);
+    __device__ __forceinline__ void add_key_outliers(const unsigned char* stage, int turn, int phase) const {
+        KeyList(stage + KeyStage::DIRECTORY, 0).each(at.params.key.records, key_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
+            if (there) key_outliers.add(x, block, turn, phase);
+        });
     }
-
-    // Values with outliers: these are scattered first, and cleared in the end.
-    __device__ __forceinline__ void add_sparse_values(const unsigned char* stage, int phase) {
-        using Tile = Corrections<L::SHARE>;
-        const unsigned corrections = shared_address(at.corrections());
-        const ValueList list(stage + ValueStage::DIRECTORY, at.part);
-        unsigned put = 0;
-        list.each(
-            at.params.value.records, at.lane, pick(of_values, phase), [&](const Outlier& x, unsigned block) { put = Tile::put(corrections, block, x); },
-            [&](const Outlier& x, unsigned block) { Tile::put(corrections, block, x); });
-        const bool several = list.count > 32;
-        __syncwarp();
-        const unsigned mask = Tile::mask(corrections, at.lane);
-        const unsigned char* const tiles[1] = {stage};
-        values.add(tiles, phase, mask);
-        __syncwarp();
-        Tile::clear(put, several, corrections + 16 * at.lane, mask);
+    __device__ __forceinline__ void add_value_outliers(const unsigned char* stage, int phase) {
+        unrolled<ValueOutliers<C>::PASSES>([&](auto pass) {
+            constexpr int FIRST = decltype(pass)::value * ValueOutliers<C>::TOGETHER;
+            ValueList(stage + ValueStage::DIRECTORY, at.part).each(at.params.value.records, value_list(phase), at.lane,
+                                                                  [&](bool there, const Outlier& x, unsigned block) { value_outliers.template add<FIRST>(there, x, block, phase); });
+            if constexpr (ValueOutliers<C>::PASSES > 1) softmax.template take_outliers<FIRST>();
+        });
     }
 };
 
@@ -412,7 +399,7 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     Values<C> values(at, softmax);
     Exact<C> exact{at, query, softmax};
     typename PagesByBytes<Layout<C>::BYTES, C>::Type byte_pages(at);
-    Attend<C>{at, query, softmax, keys, values, exact, byte_pages, {at}, {}, {}}.run();
+    Attend<C>{at, query, softmax, keys, values, exact, byte_pages, {at, query}, {at, softmax}}.run();
 }
 
 }  // namespace signpost

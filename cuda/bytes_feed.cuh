@@ -166,10 +166,7 @@ struct ByteFeed {
     template <typename S>
     __device__ __forceinline__ void outliers(const unsigned char* record, const unsigned char* directory, unsigned to_piece) const {
         const unsigned start = *reinterpret_cast<const unsigned*>(directory + B::STARTS), behind = *reinterpret_cast<const unsigned*>(directory + B::ENDS);
-        const int indices = ListPlace::index_pieces(start, behind), pieces = behind - start > ListPlace::MOST ? 0 : indices + ListPlace::index_pieces(2 * start, 2 * behind);
-        const unsigned correction = S::CORRECTION + (2 * start & ~15u) - 16 * indices + 16 * at.lane, index = S::INDEX + (start & ~15u) + 16 * at.lane;
-        if (at.lane < pieces) copy_async<16>(to_piece, record + (at.lane < indices ? index : correction));
-        if (at.lane + 32 < pieces) copy_async<16>(to_piece + 512, record + (correction + 512));  // indices take fewer than 32
+        PageListPlace::copy<S>(record, start, behind - start > PageListPlace::MOST ? start : behind, to_piece, at.lane);  // too long for a copy: none
     }
 };
 
@@ -223,9 +220,9 @@ struct Rounds {
     template <typename S, typename P, typename A, typename F, typename O>
     __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, P&& part, A&& add, F&& fine, O&& other) {
         const int total = list.total();
-        if (total <= ListPlace::MOST) {
-            const unsigned char* index = staged + list.start % 16;
-            const __half* correction = reinterpret_cast<const __half*>(staged + 16 * ListPlace::index_pieces(list.start, list.end)) + list.start % 8;
+        if (total <= PageListPlace::MOST) {
+            const unsigned char* index = PageListPlace::indices(staged, list.start);
+            const __half* correction = PageListPlace::corrections(staged, list.start);
             int base = 0;
 #pragma unroll 1
             for (; base + 64 < total; base += 96) rounds<3>(base, index, correction, part, add, fine, other);

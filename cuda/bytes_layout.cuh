@@ -1,7 +1,7 @@
 // Pages as products of bytes: which formats go this way, and what a block keeps in shared memory for it (cuda/bytes.cuh says how).
 #pragma once
 
-#include "sides.cuh"
+#include "sparse.cuh"
 
 namespace signpost {
 
@@ -20,15 +20,8 @@ struct Bytes {
     static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
 };
 
-// The copy of a page's list of outliers. A list of more than MOST is read from the page instead.
-struct ListPlace {
-    static constexpr int MOST = 192;
-    static constexpr int PIECES = (15 + MOST + 15) / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
-    static_assert(PIECES <= 64 && 15 + MOST <= 512, "a lane copies two pieces, the second one of corrections");
-
-    // How many pieces of 16 bytes the indices take, which begin somewhere in the first one. Corrections follow, likewise.
-    static __device__ __forceinline__ unsigned index_pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
-};
+// Of a page of one head.
+using PageListPlace = ListPlace<192>;
 
 // C: as in layout.cuh.
 template <typename C>
@@ -64,11 +57,11 @@ struct ByteLayout {
     static constexpr bool SCALED = V::SCALES == Scales::TOKEN;
     static constexpr int SCALE = VALUE_CODES + VALUE_BYTES, ZERO = SCALE + (SCALED ? 2 * T : 0);  // f16 [T]
     static constexpr int KEY_LIST = ZERO + (SCALED ? 2 * T : 0);
-    static constexpr int VALUE_LIST = KEY_LIST + (K::SPARSE ? ListPlace::BYTES : 0);
+    static constexpr int VALUE_LIST = KEY_LIST + (K::SPARSE ? PageListPlace::BYTES : 0);
     // directories of keys and of values, its own and the next page's: counts u8 [BLOCKS], and two pieces of 16 bytes that begin with
     // where the list begins and where it ends,
     static constexpr int STARTS = BLOCKS, ENDS = STARTS + 16, DIRECTORY_BYTES = ENDS + 16;
-    static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? ListPlace::BYTES : 0);  // [2][keys, values]
+    static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? PageListPlace::BYTES : 0);  // [2][keys, values]
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
     static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
     static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [32][8]

@@ -2,7 +2,7 @@
 //
 // A lane takes one outlier, multiplies it with what the query has for its channel (turned by the token's own angle, if pages hold
 // keys before RoPE) and adds that to the token's score in shared memory. Sums are integers, units of 2^-12: shared memory adds
-// integers in hardware, and their sum does not depend on an order. A single outlier's part is cut off at +-2047 (base 2), far
+// integers in hardware, and their sum does not depend on an order. A single outlier's part is cut off at +-1024 (base 2), far
 // beyond where softmax is one or zero.
 #pragma once
 
@@ -16,16 +16,19 @@ struct KeyOutliers {
     using K = typename C::Key;
     using P = Pairs<K>;
     static constexpr int D = L::D, NT = L::NT, COLUMNS = L::COLUMNS;
-    static constexpr float UNITS = 4096.f, MOST = 2047.f;  // of one; a part's bound
+    static constexpr int PAIRS = (L::PITCH + 1) / 2;        // of rows
+    static constexpr float UNITS = 4096.f, MOST = 1024.f;  // of one; a part's bound
+    static_assert(UNITS == (1 << 23) / (2 * MOST), "from 2 MOST to 4 MOST the lowest bit of a float is a unit");
 
     const Place<C>& at;
+    const Query<C>& query;
 
     __device__ __forceinline__ int* sums() const { return reinterpret_cast<int*>(at.shared + L::OUTLIER_SCORES) + at.warp * L::USED * TILE; }
 
     // Once a block.
     __device__ __forceinline__ void prepare() const {
-        if constexpr (K::SPARSE) {
-            for (int i = threadIdx.x; i < L::T * K::ROPE_DIM / 2; i += L::THREADS) at.words(L::ANGLES)[i] = pack(at.params.rope[i].x * UNITS, at.params.rope[i].y * UNITS);
+        if constexpr (L::KEY_OUTLIERS) {
+            for (int i = threadIdx.x; i < L::T * K::ROPE_DIM / 2; i += L::THREADS) at.words(L::ANGLES)[i] = pack(at.params.rope[i].x, at.params.rope[i].y);
             for (int i = threadIdx.x; i < L::WARPS * L::USED * TILE; i += L::THREADS) reinterpret_cast<int*>(at.shared + L::OUTLIER_SCORES)[i] = 0;
         }
     }
@@ -33,22 +36,33 @@ struct KeyOutliers {
     // Adds one outlier of step `step` of the warp's tile to the scores of a phase.
     __device__ __forceinline__ void add(const Outlier& x, unsigned step, int turn, int phase) const {
         const unsigned token = x.index / 32 + x.index * 4 % 16 / 8 * 8, low = 8 * step + (x.index / 4 & 6u | x.index & 1u), channel = low + (x.index & 4u) * (D / 8);
-        const float correction = __half2float(x.correction);
-        float cosine = correction * UNITS, sine = 0.f;
+        unsigned partner = channel;
+        float cosine = x.correction, sine = 0.f;
         if constexpr (L::ROPE) {
             if (K::ROPE_DIM == D || channel < K::ROPE_DIM) {
-                const int pair = !K::INTERLEAVED && K::ROPE_DIM == D ? low : P::pair_of(channel);
-                const float2 angle = __half22float2(as_half2(at.words(L::ANGLES)[(at.tile * TILE + token) * (K::ROPE_DIM / 2) + pair]));
-                cosine = correction * angle.x, sine = correction * angle.y;
+                const bool halves = !K::INTERLEAVED && K::ROPE_DIM == D, first = halves ? (x.index & 4u) == 0 : P::is_first(channel);
+                const float2 angle = __half22float2(as_half2(at.words(L::ANGLES)[(at.tile * TILE + token) * (K::ROPE_DIM / 2) + (halves ? low : P::pair_of(channel))]));
+                partner = halves ? channel ^ D / 2 : P::partner_of(channel);
+                cosine = x.correction * angle.x, sine = first ? x.correction * angle.y : -x.correction * angle.y;
             }
         }
-        const unsigned* plain = at.words(L::PLAIN_QUERY) + (L::ROPE ? (at.group * 2 + turn % 2) * L::USED * D : 0) + phase * L::PITCH * D + channel;
+        const __half* const q = query.plain(query.buffer(turn)) + phase * L::PITCH;
+        unsigned mine[PAIRS], others[PAIRS] = {};
+        load_rows<L::PITCH>(q + channel * L::USED, mine);
+        if constexpr (L::ROPE) load_rows<L::PITCH>(q + partner * L::USED, others);
+        // What is added, over 2 MOST and from 0 to 1 instead of from -1/2 to 1/2: there to be cut off takes no instruction.
+        cosine *= 0.5f / MOST, sine *= 0.5f / MOST;
         int* to = sums() + phase * L::PITCH * TILE + token;
 #pragma unroll
-        for (int row = 0; row < L::ROWS; ++row) {
-            const float2 q = __half22float2(as_half2(plain[row * D]));
-            const float part = q.x * cosine + (L::ROPE ? q.y * sine : 0.f);
-            atomicAdd(to + row * TILE, __float2int_rn(fminf(fmaxf(part, -MOST * UNITS), MOST * UNITS)));
+        for (int k = 0; k < PAIRS; ++k) {
+            const float2 x = __half22float2(as_half2(mine[k])), y = __half22float2(as_half2(others[k]));
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float part = __saturatef(fmaf(e ? x.y : x.x, cosine, L::ROPE ? fmaf(e ? y.y : y.x, sine, 0.5f) : 0.5f));
+                // Of a number from 2 MOST to 4 MOST the lowest bit is a unit.
+                const int units = __float_as_int(fmaf(part, 2.f * MOST, 2.f * MOST)) - __float_as_int(3.f * MOST);
+                if (2 * k + e < L::ROWS) atomicAdd(to + (2 * k + e) * TILE, units);
+            }
         }
     }
 

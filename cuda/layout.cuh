@@ -27,10 +27,11 @@ struct Limits {
     using V = typename Shape::Value;
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, ROWS = Shape::ROWS, D = Shape::D;
     static constexpr int PARTS = D > 128 && (!K::ROPE_DIM || Rope<K, D>::LOCAL) ? 2 : 1;
-    // Keys that go step by step, several tiles together, read what turns them from shared memory.
-    static constexpr bool TURNS_SHARED = K::BANDED && K::ROPE_DIM && Rope<K, D>::LOCAL;
+    // Keys that go step by step, several tiles together, read what turns them from shared memory; and where outliers need the registers, with much shared memory.
+    static constexpr bool LARGE = SIGNPOST_SHARED >= 200 * 1024 && D <= 128;
+    static constexpr bool TURNS_SHARED = (K::BANDED || (LARGE && (K::SPARSE || V::SPARSE))) && K::ROPE_DIM && Rope<K, D>::LOCAL;
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
-    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !TURNS_SHARED) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
+    static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
@@ -60,6 +61,7 @@ struct Layout {
     static constexpr int MEETING = ROPE ? PARTS * TILES : PARTS;
     static_assert(D == 64 || D == 128 || D == 256, "head dimension");
 
+    static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     // Where scales need not touch the numbers.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
@@ -73,9 +75,8 @@ struct Layout {
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good
     static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
-    // Tiles that are worked on together, so that one's look-ups hide the other's; values with outliers have room for one, and keys that go step by
-    // step have the factors of one segment at hand.
-    static constexpr int BATCH = PHASES > 1 && (WARPS <= 8 || TURNS_SHARED) ? 2 : 1, KEY_BATCH = K::BANDED && K::RANK && ROPE ? 1 : BATCH, VALUE_BATCH = V::SPARSE ? 1 : KEY_BATCH;
+    // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
+    static constexpr int BATCH = PHASES > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
@@ -109,11 +110,11 @@ struct Layout {
     static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? COLUMNS * 8 : 0);
     static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
-    // For outliers of keys: f16 [buffers][USED][D] of (what meets the channel's cosine, what meets its sine).
-    static constexpr int PLAIN_QUERY = QUERY_SUM + COLUMNS * 4;
-    static constexpr int ANGLES = PLAIN_QUERY + (K::SPARSE && !BYTES ? QUERY_BUFFERS * USED * D * 4 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
-    static constexpr int OUTLIER_SCORES = ANGLES + (K::SPARSE && !BYTES ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
-    static constexpr int KEY_SCALE = OUTLIER_SCORES + (K::SPARSE && !BYTES ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
+    // For outliers of keys: f16 [buffers][D][USED], without scales of channels.
+    static constexpr int PLAIN_QUERY = (QUERY_SUM + COLUMNS * 4 + 15) / 16 * 16;
+    static constexpr int ANGLES = PLAIN_QUERY + (KEY_OUTLIERS ? QUERY_BUFFERS * D * USED * 2 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
+    static constexpr int OUTLIER_SCORES = ANGLES + (KEY_OUTLIERS ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
+    static constexpr int KEY_SCALE = OUTLIER_SCORES + (KEY_OUTLIERS ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
     static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
     static constexpr int TURN_FACTORS = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // uint4 [TILES][STEPS][2][32]
@@ -125,8 +126,14 @@ struct Layout {
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
     static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
-    static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;                      // [WARPS]
-    static constexpr int BYTE_TABLES = CORRECTIONS + (V::SPARSE && !BYTES ? WARPS * Corrections<SHARE>::BYTES : 0);
+    // For outliers of values: f16 [WARPS][TILE][COLUMNS], s32 [WARPS][OUTLIER_ROWS][D / PARTS].
+    static constexpr int OUTLIER_ROWS = ROWS < 8 ? ROWS : 8;  // that go through a list together
+    static constexpr int PROBABILITIES = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;
+    static constexpr int OUTLIER_OUTPUTS = PROBABILITIES + (VALUE_OUTLIERS ? WARPS * TILE * COLUMNS * 2 : 0);
+    // Copies of lists: [WARPS] of those of a turn's tiles, of keys those that a warp of the team takes.
+    static constexpr int KEY_LISTS = KEY_OUTLIERS ? (PHASES + PARTS - 1) / PARTS : 0, VALUE_LISTS = VALUE_OUTLIERS ? PHASES : 0;
+    static constexpr int LISTS = OUTLIER_OUTPUTS + (VALUE_OUTLIERS ? WARPS * OUTLIER_ROWS * D / PARTS * 4 : 0);
+    static constexpr int BYTE_TABLES = (LISTS + WARPS * (KEY_LISTS + VALUE_LISTS) * TileListPlace::BYTES + 127) / 128 * 128;
     static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
@@ -166,7 +173,8 @@ struct Place {
     __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
     __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
     __device__ __forceinline__ __half* halves(int offset) const { return reinterpret_cast<__half*>(shared + offset); }
-    __device__ __forceinline__ unsigned char* corrections() const { return shared + L::CORRECTIONS + warp * Corrections<L::SHARE>::BYTES; }
+    // The warp's copy of a list: those of keys, then those of values.
+    __device__ __forceinline__ unsigned char* list(int i) const { return shared + L::LISTS + (warp * (L::KEY_LISTS + L::VALUE_LISTS) + i) * TileListPlace::BYTES; }
 
     __device__ __forceinline__ void open(int b, int h) {
         sequence = b, head = h, length = params.lengths[b], offset = params.offsets[b];
@@ -242,11 +250,11 @@ struct List {
     using Config = typename Pick<false, Shape, Choice<0, 0, 0, 0>, Choices...>::Config;
 };
 
-// Four slots a warp hide the memory's latency, eight also that of outliers' lists.
+// Four slots a warp hide the memory's latency.
 using AllChoices = List<
     Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>, Choice<3, 64, 1, 0>,  // by bytes
     Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
-    Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
+    Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 2, 1>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
     Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
     Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;

@@ -1,8 +1,8 @@
 // The line of units: who does what.
 //
 // It has, of every sequence and kv head, the units of which both sides are packed, and some more that stand for all other tokens.
-// Blocks take equal stretches of it. A unit's weight is what it costs: where pages go by bytes and have outliers, and blocks have many of them,
-// heads that have more outliers weigh more, as a sample of the pages says.
+// Blocks take equal stretches of it. A unit's weight is what it costs: where pages have outliers, and blocks have many of them, heads that have
+// more outliers weigh more, as a sample of the pages says.
 #pragma once
 
 #include "layout.cuh"
@@ -14,13 +14,14 @@ struct Line {
     using L = Layout<C>;
     using K = typename C::Key;
     using V = typename C::Value;
-    static constexpr bool OUTLIERS = K::SPARSE || V::SPARSE;
+    static constexpr bool OUTLIERS = (K::SPARSE || V::SPARSE) && K::T == V::T;
     // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block.
     static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (L::BYTES ? 22 : 20) / C::BLOCKS;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
-    // of a block that make it worth while.
-    static constexpr int OF_A_PAGE = L::D / 8, HEADS = 32, SAMPLES = 2, WORTH = 128;
-    static_assert(L::WARP_BYTES >= HEADS * 4, "the ring, which is idle, holds what warps counted");
+    // of a block that make it worth while; tokens whose outliers go through rounds together.
+    static constexpr int OF_A_PAGE = L::BYTES ? L::D / 8 : L::D * L::PAGE / 320, HEADS = 32, SAMPLES = 2, WORTH = (L::BYTES ? 128 : 64) * 64 / L::T;
+    static constexpr int TOGETHER = L::BYTES ? L::PAGE : TILE;
+    static_assert((L::BYTES ? L::WARP_BYTES : (L::KEY_LISTS + L::VALUE_LISTS) * TileListPlace::BYTES) >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
 
     const AttendParams& params;
     int blocks, rest;                 // blocks that take part; what stands for the other tokens of a head
@@ -39,7 +40,7 @@ struct Line {
         // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
         blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT;
-        weighed = L::BYTES && OUTLIERS && !fewer && heads <= grid && params.h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
+        weighed = OUTLIERS && !fewer && heads <= grid && params.h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
         if (weighed) weigh(warp, lane, memory);
         total = units * all_weights + heads * rest;
     }
@@ -66,7 +67,7 @@ struct Line {
 #pragma unroll
         for (int k = 0; k < SAMPLES; ++k) {
             const int i = warp * SAMPLES + k, sequence = i % params.b, page = i / params.b;  // the first ones: their ids are known soonest
-            if (page >= packed(sequence)) continue;
+            if (page >= packed(sequence) / (L::PAGE / L::T)) continue;
             if (lane < params.h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
             ++looked;
         }
@@ -93,7 +94,10 @@ struct Line {
         if constexpr (!S::SPARSE) return 0;
         const long long id = side.table[sequence * side.table_stride + page];
         const unsigned* starts = reinterpret_cast<const unsigned*>(side.records + id * S::RECORD_BYTES + S::START) + head * (S::T / TILE);
-        return (static_cast<int>(starts[S::T / TILE] - starts[0]) + 31) / 32;
+        int rounds = 0;
+#pragma unroll
+        for (int tile = 0; tile < S::T / TILE; tile += TOGETHER / TILE) rounds += (static_cast<int>(starts[tile + TOGETHER / TILE] - starts[tile]) + 31) / 32;
+        return rounds;
     }
 };
 

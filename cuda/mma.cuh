@@ -32,8 +32,7 @@ __device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
     return as_bits(__hfma2(as_half2(a), as_half2(b), as_half2(c)));
 }
 __device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return as_bits(__hmul2(as_half2(a), as_half2(b))); }
-__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) { return as_bits(__hadd2(as_half2(a), as_half2(b))); }
-__device__ __forceinline__ unsigned negate2(unsigned a) { return as_bits(__hneg2(as_half2(a))); }
+__device__ __forceinline__ unsigned max2(unsigned a, unsigned b) { return as_bits(__hmax2(as_half2(a), as_half2(b))); }
 
 #ifndef SIGNPOST_EMULATED
 // d += a b, sums in float.
@@ -157,28 +156,6 @@ __device__ __forceinline__ float log2_fast(float x) {
 // Waits until all `threads` of a group of warps have come; `id` 1 ... 15.
 __device__ __forceinline__ void group_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Single accesses to shared memory by address, in the order in which they are written down.
-__device__ __forceinline__ void store_shared(unsigned to, __half x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__half_as_ushort(x)) : "memory"); }
-__device__ __forceinline__ void store_shared(unsigned to, unsigned x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
-__device__ __forceinline__ void clear_shared16(unsigned to) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0u) : "memory"); }
-__device__ __forceinline__ void or_shared(unsigned to, unsigned x) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
-__device__ __forceinline__ unsigned load_shared(unsigned from) {
-    unsigned x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-    return x;
-}
-// The 16 bytes that lie OFFSET behind `from` if `wanted` is not 0, else zeros: no branch.
-template <int OFFSET>
-__device__ __forceinline__ void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %4, 0;\n\t"
-        "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-        "@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%5 + %6];\n\t}"
-        : "=&r"(a[0]), "=&r"(a[1]), "=&r"(a[2]), "=&r"(a[3])
-        : "r"(wanted), "r"(from), "n"(OFFSET)
-        : "memory");
 }
 #endif
 

@@ -64,7 +64,7 @@ struct Query {
 #pragma unroll
             for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) {
                 at.halves(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS * 2 + to] = to_half(scaled);
-                if (K::SPARSE && n < L::USED) at.words(L::PLAIN_QUERY)[(buffer * L::USED + n) * D + ch] = pack(to_float(to_half(x)), 0.f);
+                if (L::KEY_OUTLIERS && n < L::USED) plain(buffer)[ch * L::USED + n] = to_half(x);
             }
         }
         if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
@@ -195,9 +195,10 @@ struct Query {
         }
     }
 
-    __device__ __forceinline__ const unsigned* paged(int turn) const {
-        return at.words(L::PAGED_OPERAND) + (L::ROPE ? (at.group * 2 + turn % 2) * L::QUERY_WORDS : 0);
-    }
+    __device__ __forceinline__ int buffer(int turn) const { return L::ROPE ? at.group * 2 + turn % 2 : 0; }
+    __device__ __forceinline__ const unsigned* paged(int turn) const { return at.words(L::PAGED_OPERAND) + buffer(turn) * L::QUERY_WORDS; }
+    // What outliers of keys meet: channel by channel all columns.
+    __device__ __forceinline__ __half* plain(int buffer) const { return at.halves(L::PLAIN_QUERY) + buffer * D * L::USED; }
 
     // Takes the operands of a turn into registers.
     __device__ __forceinline__ void keep(int turn) {
@@ -258,7 +259,7 @@ struct PageAngles {
     __device__ __forceinline__ void turn_query(int turn) {
         const int buffer = at.group * 2 + turn % 2;
         __half* const to = at.halves(L::PAGED_OPERAND) + buffer * L::QUERY_WORDS * 2;
-        __half2* const plain = reinterpret_cast<__half2*>(at.shared + L::PLAIN_QUERY) + buffer * L::USED * L::D;
+        __half* const plain = at.halves(L::PLAIN_QUERY) + buffer * L::D * L::USED;
         (void)plain;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
@@ -273,13 +274,10 @@ struct PageAngles {
                 for (int more = 0; more < L::ROWS; more += BY_ROW) {  // from first_row on
                     if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
                     const float x = q[more * L::D + x_at], y = q[more * L::D + y_at];
-                    const __half turned_x = to_half(x * cosine + y * sine), turned_y = to_half(y * cosine - x * sine);
                     const int n = (L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more;
+                    const __half turned_x = to_half(x * cosine + y * sine), turned_y = to_half(y * cosine - x * sine);
                     x_to[Query<C>::column_half(n)] = turned_x, y_to[Query<C>::column_half(n)] = turned_y;
-                    if constexpr (K::SPARSE) {
-                        plain[n * L::D + x_at] = __halves2half2(turned_x, turned_y);
-                        plain[n * L::D + y_at] = __halves2half2(turned_y, __hneg(turned_x));
-                    }
+                    if constexpr (L::KEY_OUTLIERS) plain[x_at * L::USED + n] = turned_x, plain[y_at * L::USED + n] = turned_y;
                 }
                 angle[k].next();
             }

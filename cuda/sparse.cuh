@@ -1,10 +1,8 @@
-// Outliers of one tile: the list of corrections, and a tile of halves in the order of fragments into which the lanes scatter those
-// of values. Each lane of the product then takes what stands in its own sixteen bytes of a step, if its mask says that something
-// does. (Keys' outliers go another way, key_outliers.cuh.)
+// Lists of outliers: where a page has them, and their copies in shared memory.
 //
 // Lists are in the order of `fragment_order` (artifacts/order.py): a block of 256 numbers is one step, and an index in it is
-// 8 * lane + place, so an outlier's address is two shifts. Which block it belongs to, say the blocks' counts: bytes, whose
-// prefix sums are one multiplication by 0x01010101. A tile with more than 127 outliers takes a loop instead.
+// 8 * lane + place. Which block an outlier of a tile belongs to, say the blocks' counts: bytes, whose prefix sums are one
+// multiplication by 0x01010101. (Pages by bytes find it otherwise, cuda/bytes_feed.cuh.)
 #pragma once
 
 #include "mma.cuh"
@@ -14,57 +12,55 @@ namespace signpost {
 
 struct Outlier {
     unsigned index;  // in its block
-    __half correction;
+    float correction;
 };
 
-// Corrections of a tile: halves [steps][lane][8], and a mask for each lane of the steps in which it has some. Zero between uses.
-template <int STEPS>
-struct Corrections {
-    static constexpr int MASKS = STEPS * 512, BYTES = MASKS + 128;
+// The copy of a list of at most MOST outliers in shared memory: its indices, from the piece of 16 bytes on in which they begin, and its corrections,
+// likewise.
+template <int LONGEST>
+struct ListPlace {
+    static constexpr int MOST = LONGEST;
+    static constexpr int CORRECTIONS = (15 + MOST + 15) / 16 * 16, PIECES = CORRECTIONS / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
+    static_assert(PIECES <= 64 && CORRECTIONS <= 512, "a lane copies two pieces, the second one of corrections");
 
-    // Puts a correction where the lane that holds its number finds it, and returns that address. tile: shared address.
-    static __device__ __forceinline__ unsigned put(unsigned tile, unsigned step, const Outlier& x) {
-        const unsigned to = tile + step * 512 + x.index * 2;
-        store_shared(to, x.correction);
-        or_shared(tile + MASKS + x.index / 8 * 4, 1u << step);
-        return to;
+    // How many pieces of 16 bytes so many bytes take, which begin somewhere in the first one.
+    static __device__ __forceinline__ unsigned pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
+
+    // Starts the copy of outliers start ... end - 1 of a record. to_piece: shared address of the place, and 16 * lane.
+    template <typename S>
+    static __device__ __forceinline__ void copy(const unsigned char* record, unsigned start, unsigned end, unsigned to_piece, int lane) {
+        const int indices = pieces(start, end), all = indices + pieces(2 * start, 2 * end), behind = -16 * indices;  // of corrections
+        const unsigned correction = S::CORRECTION + (2 * start & ~15u) + 16 * lane + behind, index = S::INDEX + (start & ~15u) + 16 * lane;
+        if (lane < all) copy_async<16>(to_piece + (lane < indices ? 0 : CORRECTIONS + behind), record + (lane < indices ? index : correction));
+        if (PIECES > 32 && lane + 32 < all) copy_async<16>(to_piece + (512 + CORRECTIONS + behind), record + (correction + 512));  // indices take fewer than 32
     }
 
-    // This lane's mask, which it clears.
-    static __device__ __forceinline__ unsigned mask(unsigned tile, int lane) {
-        const unsigned x = load_shared(tile + MASKS + lane * 4);
-        store_shared(tile + MASKS + lane * 4, 0u);
-        return x;
+    static __device__ __forceinline__ const unsigned char* indices(const unsigned char* copied, unsigned start) { return copied + start % 16; }
+    static __device__ __forceinline__ const __half* corrections(const unsigned char* copied, unsigned start) {
+        return reinterpret_cast<const __half*>(copied + CORRECTIONS) + start % 8;
     }
+};
 
-    // a = the lane's corrections of step S, zero where there are none. mine: the tile's shared address + 16 * lane.
-    template <int S>
-    static __device__ __forceinline__ void load(unsigned mine, unsigned mask, unsigned (&a)[4]) {
-        load_shared_if<S * 512>(mine, mask & (1u << S), a);
-    }
+using TileListPlace = ListPlace<64>;
 
-    // a += the lane's corrections of step S. Additions for all: predicated ones become moves.
-    template <int S>
-    static __device__ __forceinline__ void add(unsigned mine, unsigned mask, unsigned (&a)[4]) {
-        unsigned x[4];
-        load<S>(mine, mask, x);
+// What follows each other for as many query rows: halves, two a register.
+template <int ROWS>
+__device__ __forceinline__ void load_rows(const __half* from, unsigned (&x)[(ROWS + 1) / 2]) {
+    if constexpr (ROWS == 1) {
+        x[0] = *reinterpret_cast<const unsigned short*>(from);
+    } else if constexpr (ROWS == 2) {
+        x[0] = *reinterpret_cast<const unsigned*>(from);
+    } else if constexpr (ROWS == 4) {
+        const uint2 y = *reinterpret_cast<const uint2*>(from);
+        x[0] = y.x, x[1] = y.y;
+    } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[e] = add2(a[e], x[e]);
-    }
-
-    // Zeros again: by the lane that put a correction, or, where lanes put several, by the lane that read them.
-    static __device__ __forceinline__ void clear(unsigned put, bool several, unsigned mine, unsigned mask) {
-        if (several) {
-#pragma unroll 1
-            for (int s = 0; s < STEPS; ++s) {
-                if (mask >> s & 1) clear_shared16(mine + s * 512);
-            }
-        } else if (put) {
-            store_shared(put, __half(0.f));
+        for (int k = 0; k < ROWS / 8; ++k) {
+            const uint4 y = reinterpret_cast<const uint4*>(from)[k];
+            x[4 * k] = y.x, x[4 * k + 1] = y.y, x[4 * k + 2] = y.z, x[4 * k + 3] = y.w;
         }
-        __syncwarp();
     }
-};
+}
 
 // What the kernel needs to know of a tile's list, in a stage: counts u8 [D / 16], start u32, page id u32.
 template <int D>
@@ -72,20 +68,22 @@ struct Directory {
     static constexpr int START = D / 16, ID = START + 4, BYTES = (ID + 4 + 15) / 16 * 16;
 };
 
-// The list of a tile, or of a part of its steps. S: the side's constants; STEPS: how many, in PARTS parts. It is opened ahead: then
-// the loads of the lanes' first outliers start.
+// The list of a tile, or of a part of its steps, which is copied ahead. S: the side's constants; PARTS: of the steps.
 template <typename S, int D, int PARTS>
 struct SparseList {
+    using Place = TileListPlace;
     static constexpr int BLOCKS = D / 16 / PARTS;  // of the part: steps
     static constexpr int WORDS = BLOCKS / 4;       // of counts
     static constexpr unsigned ONES = 0x01010101u, HIGH = 0x80808080u;
     static_assert(BLOCKS % 4 == 0 && WORDS <= 4, "counts are read by words");
+    static_assert(Place::MOST == 64, "a copy is whole rounds, and begins as the one before");
     const unsigned char* directory;  // in a stage
     unsigned counts[WORDS];
     int count;        // outliers of the part
     unsigned before;  // those of the parts before it
+    const int first_block;
 
-    __device__ __forceinline__ SparseList(const unsigned char* stage_directory, int part) : directory(stage_directory), before(0) {
+    __device__ __forceinline__ SparseList(const unsigned char* stage_directory, int part) : directory(stage_directory), before(0), first_block(part * BLOCKS) {
         const unsigned* words = reinterpret_cast<const unsigned*>(directory);
         unsigned total = 0;
 #pragma unroll
@@ -103,26 +101,32 @@ struct SparseList {
     __device__ __forceinline__ const unsigned char* record(const unsigned char* records) const {
         return records + static_cast<unsigned long long>(*reinterpret_cast<const unsigned*>(directory + Directory<D>::ID)) * S::RECORD_BYTES;
     }
-    static __device__ __forceinline__ Outlier outlier(const unsigned char* record, unsigned at) {
-        return {__ldg(record + S::INDEX + at), __ldg(reinterpret_cast<const __half*>(record + S::CORRECTION) + at)};
+
+    // Starts the copy of what is left from outlier `first` on, as much as there is room for. to: shared address.
+    __device__ __forceinline__ void copy(const unsigned char* records, unsigned to, int lane, int first = 0) const {
+        Place::template copy<S>(record(records), start() + first, start() + min(count, first + Place::MOST), to + 16 * lane, lane);
     }
 
-    // Starts the load of the lane's first outlier.
-    __device__ __forceinline__ void open(const unsigned char* records, int lane, Outlier& first) const {
-        if (lane < count) first = outlier(record(records), start() + lane);
-    }
-
-    // Calls f(outlier, block) for all outliers of the tile, those of a lane by that lane: the first one, then the others.
-    template <typename First, typename Other>
-    __device__ __forceinline__ void each(const unsigned char* records, int lane, const Outlier& opened, First&& first, Other&& other) const {
-        const bool few = count < 128;
-        if (few && lane < count) first(opened, block_of(lane));
-        if (count > 32) {
-            const unsigned char* from = record(records);
-            const unsigned base = start();
+    // Calls f(whether there is one, outlier, block) for all outliers, a lane's by that lane, all lanes as often. copied: the copy, which has arrived;
+    // what it had no room for is copied there now.
+    template <typename F>
+    __device__ __forceinline__ void each(const unsigned char* records, unsigned char* copied, int lane, F&& f) const {
+        const unsigned begin = start();  // all copies begin at the same place of a piece
+        const unsigned char* const index = Place::indices(copied, begin) + lane;
+        const __half* const correction = Place::corrections(copied, begin) + lane;
 #pragma unroll 1
-            for (int e = few ? lane + 32 : lane; e < count; e += 32) other(outlier(from, base + e), block_of_any(e));
+        for (int first = 0; first < count; first += 32) {
+            const int of_copy = first & Place::MOST - 1;
+            if (first >= Place::MOST && of_copy == 0) again(records, copied, lane, first);
+            f(first + lane < count, Outlier{index[of_copy], __half2float(correction[of_copy])}, count < 128 ? block_of(first + lane) : block_of_any(first + lane));
         }
+    }
+    __device__ __forceinline__ void again(const unsigned char* records, unsigned char* copied, int lane, int first) const {
+        __syncwarp();
+        copy(records, shared_address(copied), lane, first);
+        copy_commit();
+        copy_wait<0>();
+        __syncwarp();
     }
 
     // Block of the e-th outlier: how many blocks end at or before it. With fewer than 128 in all, bytes do not borrow.
@@ -138,9 +142,9 @@ struct SparseList {
     }
     __device__ __forceinline__ unsigned block_of_any(unsigned e) const {
         unsigned block = 0, end = 0;
-#pragma unroll
+#pragma unroll 1  // or what is the same for all outliers would be counted up where nobody needs it
         for (int i = 0; i < BLOCKS; ++i) {
-            end += counts[i / 4] >> (8 * (i % 4)) & 255u;
+            end += directory[first_block + i];
             block += e >= end;
         }
         return block;

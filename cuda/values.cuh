@@ -19,8 +19,7 @@ struct Values {
     Softmax<C>& softmax;
     ValueFactors<C> factors;
     Channels<V, C, false> of_head;
-    // A turn's probabilities as second operands: times the tokens' scales where these are folded, and plain for corrections.
-    unsigned scaled[NT][2], plain[NT][2];
+    unsigned scaled[NT][2];  // a turn's probabilities as second operands: times the tokens' scales where these are folded
 
     __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s) : at(place), softmax(s) {}
 
@@ -38,10 +37,7 @@ struct Values {
 
     // Takes the probabilities of a turn of `live` phases, whose stages follow each other from `stages` on and have arrived.
     __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[NT][4]) {
-        if constexpr (L::VALUE_FOLDED) {
-            if constexpr (V::SPARSE) Softmax<C>::operands(p, plain);
-            fold_scales(stages, live, p);
-        }
+        if constexpr (L::VALUE_FOLDED) fold_scales(stages, live, p);
         Softmax<C>::operands(p, scaled);
     }
 
@@ -62,20 +58,16 @@ struct Values {
         }
     }
 
-    // Adds the tiles in `stages`, of phases from `phase` on. mask: the lane's of the scattered corrections of the only one.
+    // Adds the tiles in `stages`, of phases from `phase` on.
     template <int N>
-    __device__ __forceinline__ void add(const unsigned char* const (&stages)[N], int phase, unsigned mask) {
+    __device__ __forceinline__ void add(const unsigned char* const (&stages)[N], int phase) {
         using Tiles = typename L::template ValueTiles<N>;
-        static_assert(N == 1 || !V::SPARSE, "there is room for one tile's corrections");
         Tiles codes;
         const typename Tiles::Base table = Tiles::base(at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
-        const unsigned corrections = V::SPARSE ? shared_address(at.corrections()) + 16 * at.lane : 0;
-        unsigned b[N][NT][2], exact[NT][2];
-        (void)corrections, (void)exact;
+        unsigned b[N][NT][2];
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 softmax.of_phase(scaled, phase + n, b[n]);
-                if constexpr (V::SPARSE && L::VALUE_FOLDED) softmax.of_phase(plain, phase, exact);
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (V::RANK > 0) factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), b[n]);
             },
@@ -85,13 +77,6 @@ struct Values {
                 if constexpr (L::VALUE_CODES) {
                     codes.template fragment<U>(table, n, a);
                     scale<U>(stages[n], a);
-                }
-                if constexpr (V::SPARSE && L::VALUE_FOLDED) {
-                    unsigned x[4];
-                    Corrections<SHARE>::template load<U>(corrections, mask, x);
-                    softmax.add(U, x, exact);
-                } else if constexpr (V::SPARSE) {
-                    Corrections<SHARE>::template add<U>(corrections, mask, a);
                 }
                 softmax.add(U, a, b[n]);
             },

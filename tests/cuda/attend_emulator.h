@@ -33,7 +33,6 @@ inline __half2 __half2half2(__half a) { return {a, a}; }
 inline __half2 __low2half2(__half2 a) { return {a.x, a.x}; }
 inline __half2 __high2half2(__half2 a) { return {a.y, a.y}; }
 inline __half __hneg(__half a) { return __half(-__half2float(a)); }
-inline __half2 __hneg2(__half2 a) { return {__hneg(a.x), __hneg(a.y)}; }
 inline __half fused(__half a, __half b, __half c) {  // one rounding
     __half y;
     y.x = static_cast<_Float16>(static_cast<double>(a.x) * static_cast<double>(b.x) + static_cast<double>(c.x));
@@ -41,7 +40,14 @@ inline __half fused(__half a, __half b, __half c) {  // one rounding
 }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return __hfma2(a, b, {__half(-0.f), __half(-0.f)}); }
-inline __half2 __hadd2(__half2 a, __half2 b) { return __hfma2(a, {__half(1.f), __half(1.f)}, b); }
+// Where one is no number, the other.
+inline __half2 __hmax2(__half2 a, __half2 b) { return {__half(std::fmax(__half2float(a.x), __half2float(b.x))), __half(std::fmax(__half2float(a.y), __half2float(b.y)))}; }
+inline float __saturatef(float x) { return std::fmin(std::fmax(x, 0.f), 1.f); }
+inline int __float_as_int(float x) {
+    int y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
 inline float __bfloat162float(__nv_bfloat16 a) {
     const unsigned bits = static_cast<unsigned>(a.bits) << 16;
     float y;
@@ -204,21 +210,6 @@ inline void group_barrier(int id, int threads) {
     }
     barrier.members = threads;
     emulator::meet(barrier);
-}
-
-inline void store_shared(unsigned to, __half x) { *reinterpret_cast<__half*>(shared_memory() + to) = x; }
-inline void store_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) = x; }
-inline void clear_shared16(unsigned to) {
-    std::memset(shared_memory() + to, 0, 16);
-    SIGNPOST_SEEN(shared_memory() + to, 16, WRITE);
-}
-SIGNPOST_ATOMIC inline void or_shared(unsigned to, unsigned x) { *reinterpret_cast<unsigned*>(shared_memory() + to) |= x; }
-inline unsigned load_shared(unsigned from) { return *reinterpret_cast<const unsigned*>(shared_memory() + from); }
-template <int OFFSET>
-void load_shared_if(unsigned from, unsigned wanted, unsigned (&a)[4]) {
-    if (wanted) SIGNPOST_SEEN(shared_memory() + from + OFFSET, 16, READ);
-    if (wanted) std::memcpy(a, shared_memory() + from + OFFSET, 16);
-    else std::memset(a, 0, 16);
 }
 
 }  // namespace signpost

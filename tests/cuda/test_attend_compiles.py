@@ -63,6 +63,18 @@ def test_rows_and_model_types(dtype: str, rows: int) -> None:
     assert jit.compile_unit(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize(("arch", "rows"), [("sm_80", 8), ("sm_80", 16), ("sm_89", 8), ("sm_90a", 16)])
+def test_outliers_on_one_side_with_many_rows(side: str, arch: str, rows: int) -> None:
+    formats = kvquant(4)
+    plain = {other: replace(getattr(formats, other), sparse=None) for other in ("key", "value") if other != side}
+    key, value = (
+        PageGeometry.of(fmt, 8, 128, name)
+        for name, fmt in (("key", plain.get("key", formats.key)), ("value", plain.get("value", formats.value)))
+    )
+    assert jit.compile_unit(attend_unit(key, value, ROPE, "__half", rows, True), arch)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:

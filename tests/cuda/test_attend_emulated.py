@@ -186,8 +186,9 @@ def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
 WEIGHED = [64 * 200 + 70]  # so many pages a block that looking at some of them is worth while
 
 
-def test_heads_are_weighed_by_their_outliers():
-    check(case(with_outliers(0.02), d=64), WEIGHED)
+@pytest.mark.parametrize("g", [1, 4])  # by bytes, and the other way
+def test_heads_are_weighed_by_their_outliers(g):
+    check(case(with_outliers(0.02), 2 * g, d=64), WEIGHED)
 
 
 def test_fewer_blocks_where_heads_are_few():
@@ -200,20 +201,23 @@ def test_uniform_codes_by_bytes(bits):
     check(case(with_outliers(0.01, bits, "uniform")), LENGTHS)
 
 
-@pytest.mark.parametrize("share", [0.002, 0.06])
-def test_few_and_many_outliers(share):
-    """Pages without any in a head, and lists longer than a warp copies."""
-    check(case(with_outliers(share)), [300, 65])
+@pytest.mark.parametrize("g", [1, 4])
+@pytest.mark.parametrize("share", [0.002, 0.06, 0.09])
+def test_few_and_many_outliers(share, g):
+    """Pages without any in a head, and lists longer than a warp copies, or than bytes count."""
+    check(case(with_outliers(share), 2 * g), [300, 65])
 
 
+@pytest.mark.parametrize("g", [1, 4, 12])
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_outliers_on_one_side_only(side):
+def test_outliers_on_one_side_only(side, g):
     formats = with_outliers(0.02, 4)
     plain = {other: replace(getattr(formats, other), sparse=None) for other in ("key", "value") if other != side}
-    check(case(replace(formats, **plain)), [300, 65])
+    check(case(replace(formats, **plain), 2 * g), [300, 65])
 
 
-def test_outliers_far_beyond_their_range(monkeypatch):
+@pytest.mark.parametrize("g", [1, 4, 12])
+def test_outliers_far_beyond_their_range(g, monkeypatch):
     """Of values: parts so large that they are added as floats. One in a hundred numbers is 10000 times larger."""
 
     def spiky(n: int, h_kv: int, d: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -222,7 +226,7 @@ def test_outliers_far_beyond_their_range(monkeypatch):
         return torch.where(spikes, x, x * 1e-4 if seed >= 100 else x).to(dtype)
 
     monkeypatch.setattr(paged, "numbers", spiky)
-    check(case(with_outliers(0.02)), [300, 70])
+    check(case(with_outliers(0.02), 2 * g), [300, 70])
 
 
 @pytest.mark.parametrize("g", [1, 4])

@@ -60,8 +60,9 @@ def test_no_races_of_two_warps_a_tile(monkeypatch):
     assert races(case(LayerFormat(factors, factors), 4, d=256), [300, 65], monkeypatch) == 0
 
 
-def test_no_races_where_heads_are_weighed(monkeypatch):
-    assert races(case(with_outliers(0.02), d=64), WEIGHED, monkeypatch) == 0
+@pytest.mark.parametrize("g", [1, 4])  # by bytes, and the other way
+def test_no_races_where_heads_are_weighed(g, monkeypatch):
+    assert races(case(with_outliers(0.02), 2 * g, d=64), WEIGHED, monkeypatch) == 0
 
 
 KERNEL = """
