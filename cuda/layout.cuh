@@ -259,16 +259,24 @@ using AllChoices = List<
     Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
 
-template <typename Shape, int B>
-struct Sharing : Shape {
-    static constexpr int BLOCKS = B;
+template <typename Shape, int R, int B>
+struct Fitted : Shape {
+    static constexpr int ROWS = R, BLOCKS = B;
 };
 
-// As many blocks share a multiprocessor as the shape asks for, if they fit, else one.
+// The query rows of a block: as many as the shape asks for, or half of them, and so on, until a choice fits.
+template <typename Shape, int ROWS = Shape::ROWS>
+constexpr int rows_that_fit() {
+    if constexpr (ROWS == 1 || AllChoices::FITS<Fitted<Shape, ROWS, 1>>) return ROWS;
+    else return rows_that_fit<Shape, (ROWS + 1) / 2>();
+}
+
+// As many blocks share a multiprocessor as the shape asks for, if they fit with all rows, else one.
 template <typename Shape>
 struct Plan {
     static constexpr int BLOCKS = AllChoices::FITS<Shape> ? Shape::BLOCKS : 1;
-    using Shared = Sharing<Shape, BLOCKS>;
+    static constexpr int ROWS = BLOCKS > 1 ? Shape::ROWS : rows_that_fit<Shape>();
+    using Shared = Fitted<Shape, ROWS, BLOCKS>;
     using Config = AllChoices::Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;

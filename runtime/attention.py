@@ -200,7 +200,7 @@ class Step:
         module = kernels.module(rows, kernels.blocks(b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
-        taken = min(rows, MOST_ROWS)
+        taken = module.integers["attend_rows"]
         self._tiles, self._rows = -(-rows // taken), rows
         self._grid = kernels.grid * module.integers["attend_blocks"]
         slots = self._grid + 2 * b * kernels.h_kv

@@ -136,7 +136,8 @@ def attend_unit(
 ) -> Unit:
     """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 
-    dtype: of queries, window and output, C++ name. rows: query rows per kv head that a block takes, 1 to 16.
+    dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
+    architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. blocks: that are to share a multiprocessor (`sharing`), if they fit.
     """
     d = key.shape.d
@@ -152,7 +153,7 @@ struct Shape {{
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {blocks};
 }};
 using Plan = signpost::Plan<Shape>;
-extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_blocks = Plan::BLOCKS;
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
@@ -168,9 +169,8 @@ write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     signpost::Writer<Shape>::run(params);
 }}
 """
-    return Unit(
-        "attend", source, ("attend", "merge", "write_tokens"), ("attend_threads", "attend_shared", "attend_blocks")
-    )
+    integers = ("attend_threads", "attend_shared", "attend_blocks", "attend_rows")
+    return Unit("attend", source, ("attend", "merge", "write_tokens"), integers)
 
 
 def require_kernels(bundle: Bundle) -> None:

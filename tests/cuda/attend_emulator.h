@@ -2,7 +2,9 @@
 // rounded once; asynchronous copies take place when they are waited for.
 #pragma once
 
+#ifndef __CUDA_ARCH__
 #define __CUDA_ARCH__ 900
+#endif
 
 #include "fibers.h"
 

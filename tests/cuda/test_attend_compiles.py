@@ -75,6 +75,13 @@ def test_outliers_on_one_side_with_many_rows(side: str, arch: str, rows: int) ->
     assert jit.compile_unit(attend_unit(key, value, ROPE, "__half", rows, True), arch)
 
 
+@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("rows", [12, 16])
+def test_outliers_on_both_sides_with_many_rows(rows: int, d: int) -> None:
+    """Where not all rows fit a block, fewer do."""
+    assert jit.compile_unit(recipe_unit("kvquant-4", d, rows), "sm_89")
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:

@@ -34,10 +34,10 @@ def folder() -> Path:
 
 
 @functools.cache
-def build(source: str, races: bool = False) -> ctypes.CDLL:
+def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
     """The unit as a library of this machine: attend(grid, tiles, params), merge(pairs, tiles, params). races: it finds
-    those in shared memory, and `races_found()` says how many."""
-    path = folder() / f"{abs(hash((source, races)))}.cpp"
+    those in shared memory, and `races_found()` says how many. arch: whose shared memory there is."""
+    path = folder() / f"{abs(hash((source, races, arch)))}.cpp"
     for before, after in (
         (
             "extern __shared__ __align__(128) unsigned char shared[];",
@@ -53,6 +53,7 @@ def build(source: str, races: bool = False) -> ctypes.CDLL:
     threads = "static_cast<int>(Shape::D)"
     path.write_text(
         ("#define SIGNPOST_RACES\n" if races else "")
+        + f"#define __CUDA_ARCH__ {arch}\n"
         + f'#include "attend_emulator.h"\n{source}'
         + ('extern "C" int races_found() { return races::found; }\n' if races else "")
         + 'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
@@ -93,8 +94,9 @@ class Module:
     def __init__(self, library: ctypes.CDLL):
         structs = {"attend": _Attend, "merge": _Merge, "write_tokens": _Write}
         self.kernels = {name: Kernel(getattr(library, f"run_{name}"), struct) for name, struct in structs.items()}
-        blocks = ctypes.c_int.in_dll(library, "attend_blocks").value
-        self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes(), "attend_blocks": blocks}
+        self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
+        for name in ("attend_blocks", "attend_rows"):
+            self.integers[name] = ctypes.c_int.in_dll(library, name).value
 
     def kernel(self, name: str) -> Kernel:
         return self.kernels[name]
@@ -108,6 +110,7 @@ class Emulated(PagedAttention):
         return torch.device("cpu")
 
     shared = 1  # blocks of a multiprocessor
+    arch = 900
 
     def _processors(self) -> int:
         return BLOCKS
@@ -123,7 +126,7 @@ class Emulated(PagedAttention):
         unit = attend_unit(
             self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, blocks
         )
-        return Module(build(unit.source))
+        return Module(build(unit.source, arch=self.arch))
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +160,22 @@ def test_widths_with_outliers(bits):
 @pytest.mark.parametrize("g", [1, 3, 4, 12])
 def test_query_heads_per_kv_head(g):
     check(case(kvquant(2), 2 * g), [700, 130])
+
+
+@pytest.mark.parametrize(("g", "m"), [(12, 1), (5, 3)])
+def test_fewer_rows_a_block_where_shared_memory_is_small(g, m, monkeypatch):
+    """A GeForce's: its multiprocessors have 99 KB for a block."""
+    monkeypatch.setattr(Emulated, "arch", 890)
+    taken = []
+
+    def built(self, rows, blocks, module=Emulated.module):
+        found = module(self, rows, blocks)
+        taken.append((rows, found.integers["attend_rows"]))
+        return found
+
+    monkeypatch.setattr(Emulated, "module", built)
+    check(case(kvquant(4), 2 * g), [1 + m, 300, 130], m)
+    assert taken == [(g * m, (min(g * m, MOST_ROWS) + 1) // 2)]
 
 
 def with_outliers(share: float, bits: int = 2, codebook: str = "nuq") -> LayerFormat:
