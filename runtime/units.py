@@ -153,7 +153,8 @@ struct Shape {{
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {blocks};
 }};
 using Plan = signpost::Plan<Shape>;
-extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED, attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS;
+extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
+extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
