@@ -20,7 +20,7 @@ struct Channels {
 
     // Which channel's scale stands at i: where they multiply keys, the order is that of pages with scales of their own.
     static __device__ __forceinline__ int channel_at(int i) {
-        return !KEY || L::CHANNELS_FOLDED ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
+        return !KEY || L::FLOAT_CHANNELS ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
     }
 
     __device__ __forceinline__ void fetch(const SideParams& side, int head) {

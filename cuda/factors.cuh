@@ -10,6 +10,14 @@
 
 namespace signpost {
 
+// Two numbers of each lane as a second operand's register, transposed: rounded to halves, and what that leaves, so that a product with the same
+// first operand for both has hardly any error.
+__device__ __forceinline__ void in_two(float x, float y, unsigned (&b)[2]) {
+    const unsigned rounded = pack(x, y);
+    const float2 near = __half22float2(as_half2(rounded));
+    b[0] = transpose8(rounded), b[1] = transpose8(pack(x - near.x, y - near.y));
+}
+
 // Columns 2c, 2c + 1 of row `row` of factors [..][RANK].
 template <int RANK>
 __device__ __forceinline__ unsigned factor_pair(const __half* factors, int row, int c) {
@@ -71,7 +79,7 @@ struct ProjectedFactors {
     using L = Layout<C>;
     using K = typename C::Key;
     static constexpr int D = L::D, NT = L::NT;
-    unsigned projected[NT];
+    unsigned projected[NT][2];  // and what their rounding leaves
     int segment;
 
     __device__ __forceinline__ void reset() { segment = -1; }
@@ -94,14 +102,14 @@ struct ProjectedFactors {
             query.multiply_paged(a, operand, s, sum);
         }
 #pragma unroll
-        for (int n = 0; n < NT; ++n) projected[n] = transpose8(pack(sum[n][0], sum[n][1]));
+        for (int n = 0; n < NT; ++n) in_two(sum[n][0], sum[n][1], projected[n]);
     }
 
     // score += left times right times the query.
     __device__ __forceinline__ void add_scores(const unsigned (&left)[2], float (&score)[NT][4]) const {
-        const unsigned a[4] = {left[0], left[1], 0u, 0u};
+        const unsigned a[4] = {left[0], left[1], left[0], left[1]};
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma(score[n], a, projected[n], 0u);
+        for (int n = 0; n < NT; ++n) mma(score[n], a, projected[n][0], projected[n][1]);
     }
 };
 
@@ -147,21 +155,21 @@ struct ValueFactors {
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
         if (most == 0.f) return;
-        unsigned b[NT];
+        unsigned b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            b[n] = transpose8(pack(softmax.low[n][0] / most, softmax.low[n][1] / most));
+            in_two(softmax.low[n][0] / most, softmax.low[n][1] / most, b[n]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) softmax.low[n][e] = 0.f;
         }
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
             const int channel = 16 * at.step(u) + at.r;
-            const unsigned a[4] = {factor_pair<V::RANK>(factors, channel, at.c), factor_pair<V::RANK>(factors, channel + 8, at.c), 0u, 0u};
+            const unsigned low = factor_pair<V::RANK>(factors, channel, at.c), high = factor_pair<V::RANK>(factors, channel + 8, at.c), a[4] = {low, high, low, high};
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 float sum[4] = {0.f, 0.f, 0.f, 0.f};
-                mma(sum, a, b[n], 0u);
+                mma(sum, a, b[n][0], b[n][1]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], most, softmax.out[u][n][e]);
             }

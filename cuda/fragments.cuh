@@ -33,8 +33,8 @@ struct TablePlace : Table<BITS> {
     static constexpr int AT = AT_, STRIDE = STRIDE_, LOG_STRIDE = STRIDE == 256 ? 8 : STRIDE == 128 ? 7 : 5;
     static_assert(1 << LOG_STRIDE == STRIDE && STRIDE >= T::COPIES_BYTES, "offsets are shifts");
 
-    // values: f32 [2^BITS], not in the table's place. All threads of the block. What lies between codes of 3 bits does not matter.
-    static __device__ void fill(unsigned char* shared, const float* values) {
+    // values: f32 [2^BITS], not in the table's place; they are multiplied by `by`. All threads of the block. What lies between codes of 3 bits does not matter.
+    static __device__ void fill(unsigned char* shared, const float* values, float by = 1.f) {
         constexpr int PIECES = T::COPIES_BYTES / 16;
         // From one code of a register to the other, from one register to the next, in codes of an entry (artifacts/order.py).
         constexpr int OTHER = BITS == 2 ? 2 : BITS == 8 ? 0 : 1, NEXT = BITS == 2 ? 1 : 2;
@@ -45,7 +45,7 @@ struct TablePlace : Table<BITS> {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int first = k % T::WORDS * NEXT, second = first + OTHER;
-                word[k] = pack(values[entry >> (first * C::STRIDE) & C::MASK], values[entry >> (second * C::STRIDE) & C::MASK]);
+                word[k] = pack(values[entry >> (first * C::STRIDE) & C::MASK] * by, values[entry >> (second * C::STRIDE) & C::MASK] * by);
             }
             *reinterpret_cast<uint4*>(shared + AT + entry * STRIDE + i % PIECES * 16) = make_uint4(word[0], word[1], word[0], word[1]);
         }

@@ -27,7 +27,7 @@ struct Keys {
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
-        if constexpr (K::BITS > 0) Table::fill(at.shared, values);
+        if constexpr (K::BITS > 0) Table::fill(at.shared, values, 1.f / L::KEY_SPREAD);
     }
 
     // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
@@ -36,7 +36,7 @@ struct Keys {
     // A barrier, `fold` and another barrier follow.
     __device__ __forceinline__ void load() {
         of_head.load(at.shared + L::KEY_BANDS, [&](int i, float scale, float zero) {
-            if constexpr (L::CHANNELS_FOLDED) at.floats(L::KEY_SCALE)[i] = scale, at.floats(L::KEY_ZERO)[i] = zero;
+            if constexpr (L::FLOAT_CHANNELS) at.floats(L::KEY_SCALE)[i] = scale * L::KEY_SPREAD, at.floats(L::KEY_ZERO)[i] = zero;
             else at.halves(L::KEY_SCALE)[i] = to_half(scale), at.halves(L::KEY_ZERO)[i] = to_half(zero);
         });
         factors.reset();
@@ -122,10 +122,11 @@ struct Keys {
         Tiles codes;
         const typename Tiles::Base table = Tiles::base(at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
         unsigned left[N][2], whole[N][ACROSS ? SHARE : 1][4];
+        float wide[N][ACROSS && L::KEY_WIDE ? SHARE : 1][4][2];  // of `whole`, what is to be turned and is not rounded yet
         float odd[N][NT][4];  // two sums, so that a product need not wait for the one before
         uint4 scales[N], zeros[N];  // of two steps
         typename Turning::Factors turns_of_step;
-        (void)turns_of_step, (void)left, (void)whole, (void)scales, (void)zeros;
+        (void)turns_of_step, (void)left, (void)whole, (void)wide, (void)scales, (void)zeros;
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 fill<L>(odd[n], 0.f);
@@ -142,7 +143,7 @@ struct Keys {
                 unsigned a[4] = {0u, 0u, 0u, 0u};
                 if constexpr (L::KEY_CODES) {
                     codes.template fragment<S>(table, n, a);
-                    if constexpr (CHANNELS && !L::CHANNELS_FOLDED && S % 2 == 0) {
+                    if constexpr (CHANNELS && !L::FLOAT_CHANNELS && S % 2 == 0) {
                         const int from = (S / 2 * 4 + at.c) * 16;
                         scales[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
                         zeros[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::ZERO, L::KEY_ZERO) + from);
@@ -156,7 +157,10 @@ struct Keys {
                     if constexpr (K::RANK > 0) factors.template add<S>(left[n], x);
                     if constexpr (ACROSS) {
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) a[e] = pack(x[e][0], x[e][1]);
+                        for (int e = 0; e < 4; ++e) {
+                            if (Turning::turned(S, e)) wide[n][S][e][0] = x[e][0], wide[n][S][e][1] = x[e][1];
+                            else a[e] = pack(x[e][0], x[e][1]);
+                        }
                     } else {
                         Turning::turn(turns_of_step, x, a);
                     }
@@ -172,7 +176,8 @@ struct Keys {
             },
             [&](int n) {
                 if constexpr (ACROSS) {
-                    Turning::turn_all(turning, whole[n]);
+                    if constexpr (L::KEY_WIDE) Turning::turn_all(turning, wide[n], whole[n]);
+                    else Turning::turn_all(turning, whole[n]);
                     unrolled<SHARE>([&](auto step) { query.multiply_paged(whole[n][decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd[n] : score[n]); });
                 }
 #pragma unroll
@@ -220,10 +225,18 @@ struct Keys {
     template <int S>
     __device__ __forceinline__ void widen(const unsigned char* stage, const uint4& scales, const uint4& zeros, const unsigned (&a)[4], float (&x)[4][2]) const {
         unsigned by[4], zero[4];
-        scales_of<S>(stage, scales, zeros, by, zero);
+        if constexpr (!L::FLOAT_CHANNELS) scales_of<S>(stage, scales, zeros, by, zero);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const float2 code = __half22float2(as_half2(a[e])), factor = __half22float2(as_half2(by[e])), less = __half22float2(as_half2(zero[e]));
+            const float2 code = __half22float2(as_half2(a[e]));
+            float2 factor, less;
+            if constexpr (L::FLOAT_CHANNELS) {
+                const int channel = e / 2 * (D / 2) + 8 * at.step(S) + 2 * at.c;
+                factor = *reinterpret_cast<const float2*>(at.floats(L::KEY_SCALE) + channel), less = *reinterpret_cast<const float2*>(at.floats(L::KEY_ZERO) + channel);
+            } else {
+                factor = __half22float2(as_half2(by[e])), less = __half22float2(as_half2(zero[e]));
+                factor.x *= L::KEY_SPREAD, factor.y *= L::KEY_SPREAD;
+            }
             x[e][0] = fmaf(code.x, factor.x, less.x), x[e][1] = fmaf(code.y, factor.y, less.y);
         }
     }
@@ -234,7 +247,7 @@ struct Keys {
         const __half* zeros = reinterpret_cast<const __half*>(stage + KeyStage::ZERO);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float scale = __half2float(scales[at.r + 8 * half]);
+            const float scale = __half2float(scales[at.r + 8 * half]) * L::KEY_SPREAD;
             const float zero = K::ZERO < 0 ? 0.f : __half2float(zeros[at.r + 8 * half]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {

@@ -67,10 +67,14 @@ struct Layout {
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
     // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it.
     static constexpr bool KEY_WIDE = ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE));
+    static constexpr bool FLOAT_CHANNELS = CHANNELS_FOLDED || (KEY_WIDE && K::SCALES == Scales::CHANNEL_BUNDLE);  // keys' scales, as the bundle has them
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
     static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
+    // Where scales are floats, the tables' numbers are divided by the codebook's SPREAD, so that they are not rounded, and scales multiplied.
+    static constexpr float KEY_SPREAD = !BYTES && (CHANNELS_FOLDED || KEY_WIDE || KEY_FOLDED) ? K::SPREAD : 1.f;
+    static constexpr float VALUE_SPREAD = !BYTES && (VALUE_FOLDED || VALUE_RESTORED) ? V::SPREAD : 1.f;
     static constexpr bool VALUE_RAW = V::BANDED && VALUE_SCALED_LATE && !BYTES;  // bytes of bands are left as they are
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8);  // in registers, for a turn or for good

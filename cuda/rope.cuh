@@ -111,6 +111,25 @@ struct Turn {
             }
         }
     }
+
+    // Whether register e of step s has channels that are turned, where pairs go across steps.
+    static constexpr __device__ __forceinline__ bool turned(int s, int e) { return block_of(s, e) < DIM / 8; }
+
+    // The same from numbers that are not rounded yet, two a register: those that are turned are, once; others are as they were.
+    static __device__ __forceinline__ void turn_all(const Factors (&by)[SHARE], const float (&x)[SHARE][4][2], unsigned (&a)[SHARE][4]) {
+#pragma unroll
+        for (int s = 0; s < SHARE; ++s) {
+            const unsigned own[4] = {by[s].own.x, by[s].own.y, by[s].own.z, by[s].own.w}, other[4] = {by[s].other.x, by[s].other.y, by[s].other.z, by[s].other.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (!turned(s, e)) continue;
+                const int block = block_of(s, e), partner = block < DIM / 16 ? block + DIM / 16 : block - DIM / 16;
+                const float2 mine = __half22float2(as_half2(own[e])), partners = __half22float2(as_half2(other[e]));
+                const float(&y)[2] = x[partner % STEPS][partner / STEPS * 2 + e % 2];
+                a[s][e] = pack(x[s][e][0] * mine.x + y[0] * partners.x, x[s][e][1] * mine.y + y[1] * partners.y);
+            }
+        }
+    }
 };
 
 // cos and sin of n * frequency, n growing by a fixed number: exact at the start, then turned in float.

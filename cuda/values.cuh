@@ -25,13 +25,13 @@ struct Values {
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
-        if constexpr (V::BITS > 0) Table::fill(at.shared, values);
+        if constexpr (V::BITS > 0) Table::fill(at.shared, values, 1.f / L::VALUE_SPREAD);
     }
 
     // Once a head, as keys; a barrier follows `load`.
     __device__ __forceinline__ void fetch() { of_head.fetch(at.params.value, at.head); }
     __device__ __forceinline__ void load() {
-        of_head.load(at.shared + L::VALUE_BANDS, [&](int i, float scale, float zero) { reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(scale, zero); });
+        of_head.load(at.shared + L::VALUE_BANDS, [&](int i, float scale, float zero) { reinterpret_cast<float2*>(at.shared + L::VALUE_SCALE)[i] = make_float2(scale * L::VALUE_SPREAD, zero); });
         factors.reset();
     }
 
@@ -48,7 +48,7 @@ struct Values {
             const int phase = L::PHASES == 1 ? 0 : min(L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
             const unsigned char* stage = stages + phase * L::STAGE_BYTES;
             const int token = at.r + e / 2 * 8;
-            const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]);
+            const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]) * L::VALUE_SPREAD;
             const float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {

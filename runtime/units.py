@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from artifacts import Bundle, Format, LayerFormat, PageGeometry, Rope
+from artifacts import Bundle, Dense, Format, LayerFormat, PageGeometry, Rope
 from artifacts.bundle import SIDES
 from artifacts.codes import RUN
 from artifacts.errors import UnsupportedModelError
@@ -94,6 +94,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
     lines = [f"    static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines.append(f"    static constexpr signpost::Scales SCALES = signpost::Scales::{scale_kind(geometry)};")
     lines.append(f"    static constexpr float UNIT = {unit!r}f, ORIGIN = {origin!r}f;")
+    lines.append(f"    static constexpr float SPREAD = {spread(dense)!r}f;")
     lines.append(f"    static constexpr float UNBIASING = {unbiasing(sketch, shape.d) if sketch else 0.0!r}f;")
     return "\n".join([f"struct {name} {{", *lines, "};"])
 
@@ -112,6 +113,19 @@ def byte_grid(fmt: Format) -> tuple[float, float]:
         steps = signpost_steps(part.bits)
         return 1 / steps, -(steps + 1) / steps if part.bits == 4 else 0.0
     return 0.0, 0.0
+
+
+def spread(part: Dense | None) -> float:
+    """What the numbers of a codebook are divided by to be halves that are not rounded; 1 where no number makes them so.
+
+    They are fractions of one denominator, which becomes the next power of two.
+    """
+    if part is None or part.codebook not in ("uniform", "nuq", "nuq-qnorm"):
+        return 1.0
+    if part.codebook != "uniform" and part.bits > 4:
+        return 1.0
+    steps = (1 << part.bits) - 1 if part.codebook == "uniform" else signpost_steps(part.bits)
+    return (1 << steps.bit_length()) / steps
 
 
 def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
