@@ -121,6 +121,8 @@ class Config:
     candidates: CandidatesConfig = field(default_factory=CandidatesConfig)
     budget: str | None = None
     table: str | None = None
+    speed: str | None = None
+    most_us: float | None = None
     bits: int = 4
     outliers: float = 0.01
     sinks: int = 1
@@ -212,6 +214,13 @@ class Settings:
             raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
         if c.dry_run and c.budget is not None:
             raise ConfigError("dry_run plans recipes, not budgets: leave one of them out")
+        if c.most_us is not None and (c.speed is None or not c.most_us > 0):
+            raise ConfigError(
+                f"most_us={c.most_us}: microseconds above 0, by a file of times (speed=FILE, which "
+                "`python -m benchmarks.pair_speed` writes)"
+            )
+        if c.speed is not None and c.budget is None:
+            raise ConfigError(f"speed={c.speed}: only a choice by budget= weighs times; set one, or leave it out")
         if c.seed > MAX_SEED:
             raise ConfigError(f"seed={c.seed} must be at most {MAX_SEED}")
         if c.method.weights not in WEIGHTS:

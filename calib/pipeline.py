@@ -37,7 +37,7 @@ from runtime.hf_model import fingerprint, kv_heads, require_keys_and_values, req
 # What to say where the model itself does not fit: what was done, and the way out.
 LOADING = ("while loading the model", "set device=split to spread it over all GPUs, or model.dtype=bfloat16")
 # Settings that leave the tensors of a recipe's bundle as they are.
-UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "candidates", "dry_run")
+UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "speed", "most_us", "candidates", "dry_run")
 
 
 def run(settings: Settings, console: Console, store: Store) -> Bundle | None:

@@ -154,12 +154,14 @@ class PagedAttention:
         """How many share a multiprocessor: `sharing`."""
         return sharing(LayerFormat(self.key.format, self.value.format), pairs, tokens, self.grid)
 
+    def unit(self, rows: int, blocks: int) -> jit.Unit:
+        """The kernels for so many query rows per kv head and blocks a multiprocessor (`sharing`)."""
+        dtype, rows = TYPES[self.dtype], min(rows, MOST_ROWS)
+        return attend_unit(self.key, self.value, self.rotation.rope, dtype, rows, self.by_bytes, blocks)
+
     def module(self, rows: int, blocks: int) -> jit.Module:
-        """The compiled kernels for so many query rows per kv head and blocks a multiprocessor (`sharing`). Not to be
-        called first within a capture."""
-        dtype = TYPES[self.dtype]
-        unit = attend_unit(self.key, self.value, self.rotation.rope, dtype, min(rows, MOST_ROWS), self.by_bytes, blocks)
-        return jit.load(unit, self.device)
+        """The same, compiled. Not to be called first within a capture."""
+        return jit.load(self.unit(rows, blocks), self.device)
 
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
         """A step of m new tokens for every sequence of a batch, whose tensors stay where they are.

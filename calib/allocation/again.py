@@ -10,6 +10,7 @@ from huggingface_hub.errors import HFValidationError
 from artifacts import Bundle, load
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import Candidates
+from calib.allocation.speed import Speed
 from calib.allocation.table import RECORD, Table
 from calib.config import ConfigError, ModelConfig, Settings
 
@@ -28,14 +29,21 @@ def again(settings: Settings) -> Bundle | None:
         return None
     budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
     candidates.require_length(budget)
+    speed = speed_of(settings, candidates)
     check_windows(settings, candidates)
     table = Table.load(path, candidates)
     known = table.provenance.get(CONFIG) or {"sha256": None}
     if known["sha256"] is None or known["sha256"] != config_digest(config.model):
         return None
     settings.require_positions(known["positions"])
-    table.bundle(budget).save(config.out)
+    table.bundle(budget, speed).save(config.out)
     return load(config.out)
+
+
+def speed_of(settings: Settings, candidates: Candidates) -> Speed | None:
+    """The times that `speed` names. Raises SpeedError."""
+    config = settings.config
+    return None if config.speed is None else Speed.load(Path(config.speed), config.most_us, candidates)
 
 
 def check_windows(settings: Settings, candidates: Candidates) -> None:

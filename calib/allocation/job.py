@@ -12,11 +12,12 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from artifacts import Bundle, CacheGeometry, load
-from calib.allocation.again import CONFIG, check_windows, config_digest
+from calib.allocation.again import CONFIG, check_windows, config_digest, speed_of
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damage import measure
 from calib.allocation.solve import require_room
+from calib.allocation.speed import Speed
 from calib.allocation.table import FILES, RECORD, Table, TableError, fitted
 from calib.collect import collect_all
 from calib.config import Settings
@@ -66,9 +67,10 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     config, placed = settings.config, place(settings.config.device)
     budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
     candidates.require_length(budget)
+    speed = speed_of(settings, candidates)
     ranks = Ranks.join(placed.device)
     ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
-    _check(settings, candidates, budget)
+    _check(settings, candidates, budget, speed)
     path = settings.table
     known = ranks.share((path / RECORD).exists() if ranks.first else None)
     if ranks.first:
@@ -76,7 +78,7 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
             if named is not None:
                 text_files(Path(named))
         table = _known(path, candidates, settings) if known else None
-        bundle = table.bundle(budget) if table else None
+        bundle = table.bundle(budget, speed) if table else None
         check_destination(Path(config.out))
         if not known:
             check_writable(path, "table", lambda _: FILES)
@@ -97,7 +99,7 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
             table = tabulate(source[0], settings, candidates, tokens, progress, work)
             if ranks.first:
                 console.print(Text(f"saved {table.save(path)}"), soft_wrap=True)
-                bundle = table.bundle(budget)
+                bundle = table.bundle(budget, speed)
         if not ranks.first:
             return None
         assert bundle is not None
@@ -133,14 +135,16 @@ def tabulate(
     return Table(candidates, damages, bundles, origin)
 
 
-def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
-    """Raises FormatError or ConfigError for what the options and the model's configuration rule out."""
+def _check(settings: Settings, candidates: Candidates, budget: Budget, speed: Speed | None) -> None:
+    """Raises FormatError, SpeedError or ConfigError for what the options and the model's configuration rule out."""
     check_windows(settings, candidates)
     model = known_config(settings)
     if model is None:
         return
     require_keys_and_values(model)
     candidates.check(*heads(model))
+    if speed is not None:
+        speed.require_heads(model.num_attention_heads, *heads(model))
     full = CacheGeometry.of([None] * model.num_hidden_layers, *heads(model), sliding_windows(model))
     allowed = budget.allowed(full.numbers(budget.length))
     exact = candidates.recipes(len(full.layers), full.sliding)[0]
@@ -149,6 +153,7 @@ def _check(settings: Settings, candidates: Candidates, budget: Budget) -> None:
         len(kept.pairs),
         [candidates.costs(side, full.h_kv, full.d, budget.length) for side in SIDES],
         allowed - kept.exact_bytes(budget.length),
+        None if speed is None else speed.pace(candidates),
     )
     settings.require_positions(positions(model))
 

@@ -21,6 +21,7 @@ from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damages import Damages
 from calib.allocation.solve import Choice, solve
+from calib.allocation.speed import Speed
 
 VERSION = 1
 RECORD, TENSORS = FILES = "table.json", "tensors.safetensors"
@@ -57,12 +58,13 @@ class Table:
         """The bundle that holds a variant's tensors."""
         return fitted(self.candidates, self.bundles)[f"{side}.{name}"]
 
-    def bundle(self, budget: Budget) -> Bundle:
-        """The bundle of least predicted damage within the budget.
+    def bundle(self, budget: Budget, speed: Speed | None = None) -> Bundle:
+        """The bundle of least predicted damage within the budget and the time that `speed` allows, if it bounds it.
 
-        Raises ConfigError for a budget that lacks a length or that fp16 would fit, BudgetError where nothing fits.
+        Raises ConfigError for a budget that lacks a length or that fp16 would fit, BudgetError where nothing fits,
+        SpeedError for times of another model.
         """
-        choice = self.choose(budget)
+        choice = self.choose(budget, speed)
         allocation = {
             "budget": budget.text,
             "bytes": choice.size,
@@ -70,6 +72,8 @@ class Table:
             "predicted_kl": choice.damage,
             "candidates": self.candidates.config.name,
         }
+        if speed is not None:
+            allocation |= {"predicted_us": choice.us, "speed": speed.origin}
         return self.mixture(choice.candidates, {"allocation": allocation}, f"auto-{budget.text}")
 
     def mixture(self, chosen: NDArray[np.int64], provenance: Mapping[str, Any], recipe: str) -> Bundle:
@@ -88,9 +92,11 @@ class Table:
             layers[layer] = LayerFormat(**formats)
         return Bundle(recipe, self.model, tuple(layers), tensors, {**self.provenance, **provenance})
 
-    def choose(self, budget: Budget) -> Choice:
+    def choose(self, budget: Budget, speed: Speed | None = None) -> Choice:
         """The candidate of every side: variant times the number of fillings, plus the filling. Raises as `bundle`."""
         self.candidates.require_length(budget)
+        if speed is not None:
+            speed.require(self.model)
         geometry = self.bundles[0].geometry
         allowed = budget.allowed(geometry.numbers(budget.length)) - geometry.exact_bytes(budget.length)
         sizes, groups = zip(
@@ -105,7 +111,8 @@ class Table:
             damage[:, index, :count] = self.damages.of(index)[layers].reshape(-1, count)
             size[:, index, :count], group[:, index, :count] = sizes[index], groups[index]
         sides = 2 * len(layers), width
-        return solve(damage.reshape(sides), size.reshape(sides), group.reshape(sides), allowed)
+        pace = None if speed is None else speed.pace(self.candidates)
+        return solve(damage.reshape(sides), size.reshape(sides), group.reshape(sides), allowed, pace=pace)
 
     def save(self, path: Path) -> Path:
         """Writes the table, atomically. Raises as `artifacts.atomic.replace_folder`."""

@@ -17,7 +17,7 @@ import torch
 from artifacts import Banded, Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
 from runtime.attention import PagedAttention, _Attend, _Merge, _Write
 from runtime.sources import kernel_folder
-from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit
+from runtime.units import MOST_ROWS, WRITE_THREADS
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant
 from tests.gpu import paged
 
@@ -123,10 +123,7 @@ class Emulated(PagedAttention):
         return 0
 
     def module(self, rows: int, blocks: int) -> Module:
-        unit = attend_unit(
-            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, blocks
-        )
-        return Module(build(unit.source, arch=self.arch))
+        return Module(build(self.unit(rows, blocks).source, arch=self.arch))
 
 
 @pytest.fixture(autouse=True)
