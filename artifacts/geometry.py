@@ -94,6 +94,11 @@ class PageGeometry:
         """Bytes of the bundle's tensors that decoding this side of the layer reads."""
         return sum(spec.nbytes for spec in self.format.bundle_tensors(self.shape).values())
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the bundle's tensors take on a GPU, with the other forms of large matrices that kernels read."""
+        return self.bundle_bytes + (self.format.rotate.derived_bytes(self.shape) if self.format.rotate else 0)
+
     def cache_bytes(self, n: int, full_bytes: int, prompt: int = 0) -> int:
         """Bytes that a cache with room for n tokens of one sequence allocates for this side.
 
@@ -168,6 +173,11 @@ class CacheGeometry:
     def bundle_bytes(self) -> int:
         """Bytes of the bundle's tensors that decoding reads."""
         return sum(side.bundle_bytes for side in self.sides)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the bundle's tensors take on a GPU, however many sequences there are."""
+        return sum(side.resident_bytes for side in self.sides)
 
     def bits(self, n: int, full_bytes: int = 2, prompt: int = 0) -> float:
         """Bits per cached number at n tokens with everything counted: `cache_bytes` and the bundle's tensors over

@@ -48,9 +48,9 @@ LOOP = 64  # steps of the engine's loop: a page fills once
 
 @dataclass
 class Row:
-    """One cache at one shape. Bytes: of weights; of the cache as torch counts them and as the geometry predicts; the
-    most that was allocated during steps, weights included. ratio: fp16's time over this one's. parts_us: of a mixture,
-    the mean of its formats' own step times."""
+    """One cache at one shape. Bytes: of weights; of the cache and the bundle's tensors, as torch counts them and as the
+    geometry predicts; the most that was allocated during steps, weights included. ratio: fp16's time over this one's.
+    parts_us: of a mixture, the mean of its formats' own step times."""
 
     shape: str
     cache: str
@@ -156,7 +156,7 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
     loop_us = loop(steps, b)
     kv.check()
     geometry = bundle.geometry
-    predicted = b * geometry.cache_bytes(most, 2, n - 1)
+    predicted = b * geometry.cache_bytes(most, 2, n - 1) + geometry.resident_bytes
     peak, ratio = torch.cuda.max_memory_allocated(), fp16_us and fp16_us / us
     return Row(shape, name, geometry.bits(n, 2, n), us, loop_us, fill_s, weights, held, predicted, peak, ratio)
 

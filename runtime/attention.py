@@ -117,13 +117,9 @@ class PagedAttention:
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
         self.grid = self._processors()
         self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
-        angles = torch.arange(min(key.format.t, value.format.t), device=self.device, dtype=torch.float64)[
-            :, None
-        ] * rotation.inv_freq.to(self.device, torch.float64)
-        self._rope = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
-        self._inv_freq = rotation.inv_freq.to(self.device)
+        self._rope, self._inv_freq, functions = _of_rotation(rotation, min(key.format.t, value.format.t), self.device)
         self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
-        self._functions = smooth.functions(rotation.inv_freq).to(self.device) if self.by_bytes else None
+        self._functions = functions if self.by_bytes else None
 
     @staticmethod
     def _device(device: torch.device | str | int) -> torch.device:
@@ -184,6 +180,18 @@ class PagedAttention:
             pointer("zero"), pointer("mean"), pointer("rotation"), pointer("sketch"), pointer("outlier_sketch"),
             pointer("outlier_mask"), side.table.stride(0), side.window.shape[1],
         )  # fmt: skip
+
+
+def _of_rotation(rotation: Rotation, t: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Angles of t tokens [t, dim / 2, 2], frequencies, and functions of the token that turn keys (`runtime.smooth`), on
+    the device: made once for all layers."""
+    if (t, device) not in rotation.derived:
+        inv_freq = rotation.inv_freq.to(device)
+        angles = torch.arange(t, device=device, dtype=torch.float64)[:, None] * inv_freq.double()
+        angles = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
+        few = smooth.functions(inv_freq) if smooth.is_smooth(inv_freq) else torch.empty(0)
+        rotation.derived[t, device] = angles, inv_freq, few.to(device)
+    return rotation.derived[t, device]
 
 
 class Step:

@@ -27,6 +27,7 @@ class Codec:
         self.tables = {name: torch.as_tensor(t).to(self.device) for name, t in tensors.items()}
         if geometry.format.rotate:
             self.tables = rotate.prepared(self.tables)
+        self.derived: dict[object, dict[str, Tensor]] = {}  # what kernels read, made of the tables once
 
     def encode(self, x: Tensor, segment: int = 1) -> tuple[dict[str, Tensor], Tensor]:
         """Encodes pages x [p, t, h_kv, d] (any float dtype, computed in float32, finite).

@@ -318,8 +318,15 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
     """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
 
     float32 but for masks (uint8) and for matrices, which are fragments of pieces (int16) as `cuda/pack_matrix.cuh` has
-    them. Raises KernelError where a head has more outlier channels than the format allows.
+    them. They are made once. Raises KernelError where a head has more outlier channels than the format allows.
     """
+    key = rotation, dtype
+    if key not in codec.derived:
+        codec.derived[key] = _device_tables(codec, rotation, dtype)
+    return codec.derived[key]
+
+
+def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
     fmt, tables = codec.geometry.format, codec.tables
     direct = is_direct(codec.geometry, dtype)
     piece = dtype if direct else torch.bfloat16

@@ -19,6 +19,7 @@ class Rotation:
         pairs = torch.tensor(rope.pairs(), device=device)
         self.first, self.second = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
         self._table = self._angles(torch.arange(0, device=device))
+        self.derived: dict[object, tuple[Tensor, ...]] = {}  # what kernels read, the same for all layers
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[..., None] * self.inv_freq

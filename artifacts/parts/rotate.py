@@ -38,3 +38,9 @@ class Rotate:
         if self.kind == "learned":
             return {"rotation": TensorSpec("int8", (shape.h_kv, shape.d, shape.d))}
         return {"rotation": TensorSpec("float32", (shape.d, shape.d))}
+
+    def derived_bytes(self, shape: PageShape) -> int:
+        """Bytes that a GPU holds beside a learned matrix: the same as halves, which packing multiplies with, and its
+        inverse as floats, that of keys also transposed."""
+        numbers = shape.h_kv * shape.d * shape.d if self.kind == "learned" else 0
+        return numbers * (6 if shape.side == "value" else 10)

@@ -16,9 +16,12 @@ import torch
 
 from artifacts import Banded, Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
 from runtime.attention import PagedAttention, _Attend, _Merge, _Write
+from runtime.codec import Codec
+from runtime.pack import device_tables
+from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import MOST_ROWS, WRITE_THREADS
-from tests.formats import CASES, Case, cache_numbers, kivi, kvquant
+from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -322,3 +325,26 @@ def test_factors_sketches_and_rotation():
 def test_formats_of_the_shared_list(given: Case):
     few = replace(given, h_q=given.h_q // given.h_kv * 2, h_kv=2)
     check(few, [1, 5 * max(given.key.t, given.value.t) + 7])
+
+
+def test_tables_on_a_device_are_what_the_geometry_says():
+    """Of a learned matrix, which they are nearly all of: as the bundle has it, for packing, and its inverse; whatever
+    else is there is small and, where layers share it, there once."""
+    bundle = random_bundle([BANDED, BANDED], 32, 8, 128)
+    rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"])
+    held: dict[int, int] = {}
+    kept = []  # or addresses come twice
+    for layer, pair in enumerate(bundle.geometry.pairs):
+        codecs = [Codec(side, bundle.side_tensors(layer, side.shape.side)) for side in pair]
+        turns = rotation, None
+        packed = [device_tables(codec, turn, torch.float16) for codec, turn in zip(codecs, turns, strict=True)]
+        assert packed[0] is device_tables(codecs[0], rotation, torch.float16)
+        kernels = Emulated(*pair, *(codec.tables for codec in codecs), rotation, 32, torch.float16, "cpu")
+        shared = {"rope": kernels._rope, "frequencies": kernels._inv_freq, "functions": kernels._functions}
+        tables = [*(codec.tables for codec in codecs), *packed, *kernels._tables, shared]
+        kept.append(tables)
+        for x in (x for each in tables for x in each.values()):
+            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    predicted = bundle.geometry.resident_bytes
+    assert predicted <= sum(held.values()) <= 1.1 * predicted
+    assert predicted > 2 * 8 * 128 * 128 * 7
