@@ -374,15 +374,16 @@ struct Attend {
     }
 
     __device__ __forceinline__ void add_key_outliers(const unsigned char* stage, int turn, int phase) const {
-        KeyList(stage + KeyStage::DIRECTORY, 0).each(at.params.key.records, key_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
+        KeyList(stage + KeyStage::DIRECTORY, 0).template each<false>(at.params.key.records, key_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
             if (there) key_outliers.add(x, block, turn, phase);
         });
     }
     __device__ __forceinline__ void add_value_outliers(const unsigned char* stage, int phase) {
         unrolled<ValueOutliers<C>::PASSES>([&](auto pass) {
             constexpr int FIRST = decltype(pass)::value * ValueOutliers<C>::TOGETHER;
-            ValueList(stage + ValueStage::DIRECTORY, at.part).each(at.params.value.records, value_list(phase), at.lane,
-                                                                  [&](bool there, const Outlier& x, unsigned block) { value_outliers.template add<FIRST>(there, x, block, phase); });
+            ValueList(stage + ValueStage::DIRECTORY, at.part).template each<(FIRST > 0)>(at.params.value.records, value_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
+                value_outliers.template add<FIRST>(there, x, block, phase);
+            });
             if constexpr (ValueOutliers<C>::PASSES > 1) softmax.template take_outliers<FIRST>();
         });
     }

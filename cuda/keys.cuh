@@ -1,4 +1,4 @@
-// Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, outliers, turn), then meet the query.
+// Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, turn), then meet the query.
 #pragma once
 
 #include "channels.cuh"

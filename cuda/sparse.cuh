@@ -108,8 +108,8 @@ struct SparseList {
     }
 
     // Calls f(whether there is one, outlier, block) for all outliers, a lane's by that lane, all lanes as often. copied: the copy, which has arrived;
-    // what it had no room for is copied there now.
-    template <typename F>
+    // what it had no room for is copied there now. ANEW: that may have taken the place of the first ones, which are copied again.
+    template <bool ANEW, typename F>
     __device__ __forceinline__ void each(const unsigned char* records, unsigned char* copied, int lane, F&& f) const {
         const unsigned begin = start();  // all copies begin at the same place of a piece
         const unsigned char* const index = Place::indices(copied, begin) + lane;
@@ -117,7 +117,7 @@ struct SparseList {
 #pragma unroll 1
         for (int first = 0; first < count; first += 32) {
             const int of_copy = first & Place::MOST - 1;
-            if (first >= Place::MOST && of_copy == 0) again(records, copied, lane, first);
+            if (of_copy == 0 && (first >= Place::MOST || (ANEW && count > Place::MOST))) again(records, copied, lane, first);
             f(first + lane < count, Outlier{index[of_copy], __half2float(correction[of_copy])}, count < 128 ? block_of(first + lane) : block_of_any(first + lane));
         }
     }

@@ -67,6 +67,12 @@ def solve(
     if bounded:
         rows += [*_kinds(bounded, damage.shape), (_times(bounded, damage.shape), -np.inf, bounded.most or 0.0)]
     chosen, message = _search(cost, some, rows, gap)
+    if chosen is not None:
+        # HiGHS also stops at a gap of 1e-6 of the largest cost. What alone costs more than what was found is no choice.
+        found = damage[np.arange(len(chosen)), chosen].sum()
+        if 1e-6 * cost.max() > gap * found:
+            some &= damage <= found
+            chosen, message = _search(np.where(some, damage, 0.0).ravel(), some, rows, gap)
     if chosen is None and bounded:
         _require_time(size, group, some, allowed, bounded)
     if chosen is None:
@@ -162,7 +168,7 @@ def _require_time(
 ) -> None:
     times, rows = _times(pace, size.shape).toarray().ravel(), _within(size, group, allowed)
     fastest, _ = _search(times, some, [*rows, *_kinds(pace, size.shape)], 1e-6)
-    if fastest is not None and pace.most is not None and pace.taken(fastest) > pace.most:
+    if fastest is not None and pace.most is not None and pace.taken(fastest) > pace.most * (1 + 1e-9):
         raise BudgetError(
             f"most_us={pace.most:g}: the fastest choice of at most {allowed} bytes takes {pace.taken(fastest):.1f} "
             "microseconds by the file of times: raise most_us or the budget"

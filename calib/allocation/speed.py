@@ -47,15 +47,16 @@ class Speed:
         try:
             record = json.loads(path.read_bytes())
             known = {(r["key"], r["key_t"], r["value"], r["value_t"]): float(r["us"]) for r in record["rows"]}
-            formats, shape, gpu = record["formats"], {n: int(x) for n, x in record["shape"].items()}, record["gpu"]
+            formats = {side: dict(record["formats"][side]) for side in SIDES}
+            shape, gpu = {n: int(x) for n, x in record["shape"].items()}, record["gpu"]
             missing = {"h_q", "h_kv", "d", "b", "tokens"} - shape.keys()
             if missing or not all(isfinite(us) and us > 0 for us in known.values()):
                 raise ValueError(f"shape lacks {sorted(missing)}" if missing else "times must be above 0")
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SpeedError(f"speed={path} cannot be read ({str(error).splitlines()[0][:200]}): {_OUT}") from error
         for side in SIDES:
             for name, settings in described(candidates, side).items():
-                if formats.get(side, {}).get(name) != settings:
+                if formats[side].get(name) != settings:
                     raise SpeedError(f"speed={path} has no times of the {side} candidate {name} as it is now: {_OUT}")
         keys, values = (page_formats(candidates, side) for side in SIDES)
         lacking = [(k, v) for k in keys for v in values if (*k, *v) not in known]

@@ -138,6 +138,13 @@ def test_the_solver_finds_what_trying_all_finds(problem):
     assert (group[rows, found.candidates][0::2] == group[rows, found.candidates][1::2]).all()
 
 
+def test_one_candidate_that_costs_far_more_hides_no_difference():
+    """The solver's absolute gap is of the largest cost."""
+    cost = np.array([[1e4, 2.0, 1.999], [1e4, 1.0, 1.001]] + [[0.5, 0.5, 0.5]] * 2)
+    found = solve(cost, np.ones((4, 3), np.int64), np.zeros((4, 3), np.int64), 4)
+    assert found.damage == pytest.approx(1.999 + 1.0 + 1.0, rel=1e-6)
+
+
 def test_nothing_fits():
     with pytest.raises(BudgetError, match="the smallest of the candidates take 7 bytes together, the budget allows 6"):
         solve(np.ones((2, 2)), np.array([[3, 9], [4, 9]]), np.zeros((2, 2), np.int64), 6)

@@ -67,6 +67,7 @@ def test_a_bound_that_nothing_keeps_names_the_least_time():
     with pytest.raises(BudgetError, match=r"the fastest choice of at most 8 bytes takes 13\.0 microseconds"):
         require_room(2, [([1, 5], [0, 0]), ([1, 5], [0, 0])], 8, pace)
     require_room(2, [([1, 5], [0, 0]), ([1, 5], [0, 0])], 100, pace._replace(most=6.0))
+    require_room(3, [([1], [0]), ([1], [0])], 100, Pace(np.array([[0.1]]), (np.zeros(1, int), np.zeros(1, int)), 0.3))
 
 
 # ---------------------------------------------------------------------------------------------------- file of times
@@ -118,6 +119,8 @@ SPOILED = {
     r"cannot be read \('rows'\)": lambda path: path.write_text("{}"),
     r"cannot be read \(times must be above 0\)": spoiled(lambda r: r["rows"][3].update(us=0)),
     r"cannot be read \(shape lacks \['tokens'\]\)": spoiled(lambda r: r["shape"].pop("tokens")),
+    r"cannot be read \('NoneType'": spoiled(lambda r: r["formats"].update(key=None)),
+    r"cannot be read \(cannot convert float infinity": spoiled(lambda r: r["shape"].update(b=float("inf"))),
     r"has no times of the key candidate 2bit as it is now": spoiled(lambda r: r["formats"]["key"].pop("2bit")),
     r"has no times of the value candidate 4bit as": spoiled(lambda r: r["formats"]["value"]["4bit"].update(dense=None)),
     r"has no time of keys 1bit in pages of 16 with values 1bit in pages of 16": spoiled(lambda r: r["rows"].pop(0)),

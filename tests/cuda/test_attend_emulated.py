@@ -232,7 +232,7 @@ def test_uniform_codes_by_bytes(bits):
     check(case(with_outliers(0.01, bits, "uniform")), LENGTHS)
 
 
-@pytest.mark.parametrize("g", [1, 4])
+@pytest.mark.parametrize("g", [1, 4, 12])
 @pytest.mark.parametrize("share", [0.002, 0.06, 0.09])
 def test_few_and_many_outliers(share, g):
     """Pages without any in a head, and lists longer than a warp copies, or than bytes count."""
