@@ -16,18 +16,9 @@ from calib.allocation.candidates import Candidates
 from calib.allocation.solve import BudgetError, Pace, require_room, solve
 from calib.allocation.speed import Speed, SpeedError, page_formats
 from calib.config import ConfigError
-from tests.calib.test_allocation import problems
+from tests.calib.test_allocation import SMALL, problems
 
-SMALL = (
-    "candidates=plain",
-    "candidates.fillings=[{t: 16, sinks: 1}, {t: 16, sinks: 1, recent: 32}]",
-    "candidates.bins=512",
-    "candidates.tokens=96",
-    "seqlen=96",
-    "samples=2",
-    "data=generated",
-    "eval=none",
-)
+QUICK = (*SMALL, "eval=none")
 
 
 @st.composite
@@ -75,7 +66,7 @@ def test_a_bound_that_nothing_keeps_names_the_least_time():
 
 @pytest.fixture
 def candidates(settings):
-    return Candidates.of(settings(*SMALL, "model=tiny").config.candidates)
+    return Candidates.of(settings(*QUICK, "model=tiny").config.candidates)
 
 
 def write(path, candidates, heads=(8, 8, 16), us=lambda key, value: 1.0):
@@ -97,7 +88,7 @@ def test_a_file_of_times(candidates, settings, tmp_path):
     assert speed.origin == {"gpu": "a GPU", "shape": dict(speed.shape), "most_us": 7.0}
     pace = speed.pace(candidates)
     assert pace.of[0].tolist() == pace.of[1].tolist() == [i // 2 for i in range(16)]  # two fillings, of one page size
-    sizes = settings(*SMALL, "candidates.fillings=[{t: 16}, {t: 32}]", "model=tiny").config.candidates
+    sizes = settings(*QUICK, "candidates.fillings=[{t: 16}, {t: 32}]", "model=tiny").config.candidates
     two = Candidates.of(sizes)
     assert Speed.load(write(path, two), None, two).pace(two).of[0].tolist() == list(range(16))
 
@@ -164,7 +155,7 @@ def test_shapes():
 )
 def test_settings_that_cannot_be(settings, options, reason):
     with pytest.raises(ConfigError, match=reason):
-        settings(*SMALL, "model=tiny", *options)
+        settings(*QUICK, "model=tiny", *options)
 
 
 def test_a_bundle_within_a_time(calib, tiny_model, tokenizer, candidates, tmp_path, monkeypatch):
@@ -176,7 +167,7 @@ def test_a_bundle_within_a_time(calib, tiny_model, tokenizer, candidates, tmp_pa
     path = write(
         tmp_path / "speed.json", candidates, model, lambda key, value: 5.0 + 10 * (key in slow) + 10 * (value in slow)
     )
-    local = (*SMALL, "model=local", f"model.path={tmp_path / 'model'}", "budget=6bits@1K", f"speed={path}")
+    local = (*QUICK, "model=local", f"model.path={tmp_path / 'model'}", "budget=6bits@1K", f"speed={path}")
     with monkeypatch.context() as patch:
         patch.setattr(job, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
         done = calib(*local, "most_us=9", f"out={tmp_path / 'none'}")
