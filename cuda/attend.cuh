@@ -7,17 +7,14 @@
 // output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
 //
 // A turn: the keys of its tiles give scores (cuda/keys.cuh), all tiles' scores become probabilities together (cuda/softmax.cuh), and these
-// multiply the tiles' values (cuda/values.cuh). Outliers are added to scores and outputs on their own
-// (cuda/key_outliers.cuh, cuda/value_outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
+// multiply the tiles' values (cuda/values.cuh). Outliers come from lists (cuda/outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
 // (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
 #pragma once
 
 #include "bytes.cuh"
 #include "exact.cuh"
-#include "key_outliers.cuh"
 #include "keys.cuh"
 #include "line.cuh"
-#include "value_outliers.cuh"
 #include "values.cuh"
 
 namespace signpost {
@@ -36,10 +33,9 @@ struct Attend {
     Softmax<C>& softmax;
     Keys<C>& keys;
     Values<C>& values;
+    Outliers<C>& outliers;
     Exact<C>& exact;
     typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
-    KeyOutliers<C> key_outliers;
-    ValueOutliers<C> value_outliers;
 
     // ---- the line of units ----
 
@@ -53,9 +49,7 @@ struct Attend {
         for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
         copy_commit();
         // It counts where nothing is yet; codebooks of pages that do not go by bytes are on their way to the ring.
-        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + (L::BYTES ? L::RING : L::LISTS)));
-        key_outliers.prepare();
-        value_outliers.prepare();
+        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + (L::BYTES ? L::RING : L::CORRECTIONS)));
         copy_wait<0>();
         __syncthreads();
         if constexpr (L::BYTES) {
@@ -63,6 +57,7 @@ struct Attend {
         } else {
             keys.prepare(books);
             values.prepare(books + 256);
+            outliers.prepare();
         }
         if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
@@ -172,13 +167,13 @@ struct Attend {
     // Units from ... to - 1: KP, VP say which sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
-    // a turn's keys before its values, so while a batch is at work those of all others may be under way. Lists of outliers are groups of
-    // their own: those of a turn's values before the copy that follows its last keys, those of the next turn's keys before its values are at work.
-    // `arrived` is told how many groups have begun at least since the one that is waited for; where lists were begun too, it waits for more.
+    // a turn's keys before its values, so while a batch is at work those of all others may be under way, but for the next one where there are
+    // outliers: its lists are asked for meanwhile.
     template <bool KP, bool VP>
     __device__ __forceinline__ void pages(int from, int to) {
-        constexpr bool KEY_LIST = KP && L::KEY_OUTLIERS, VALUE_LIST = VP && L::VALUE_OUTLIERS;
+        constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
         constexpr int B = L::BATCH, N = PHASES / B, COPIES = 2 * L::TURNS * N;  // batches of a turn's side; of the ring
+        constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
         const int each = (to - from + GROUPS - 1) / GROUPS, first = from + at.group * (HOP == 1 ? each : 1);
         const int count = HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS;
         if (count <= 0) return;  // the warps of a group leave together
@@ -207,10 +202,9 @@ struct Attend {
             angles.turn_query(0);
             at.meet();
         }
-        if constexpr (KEY_LIST) {
-            arrived<COPIES - N>();
-            copy_key_lists(ring, 0, count);
-            for (int i = 0; i < N; ++i) copy_commit();  // in place of the values' copies that follow other lists
+        if constexpr (KEY_LISTS) {
+            arrived<COPIES - 1>();
+            ask_keys(ring, 0, count);
         }
         unsigned char* stages = ring;
 #pragma unroll 1
@@ -224,7 +218,10 @@ struct Attend {
             fill<L>(score, minus_infinity());
 #pragma unroll 1
             for (int p = 0; p < live; p = rolled(p + B)) {
-                arrived<COPIES - 1>();
+                arrived<OTHERS>();
+                if constexpr (KEY_LISTS) keys.mend(stages + p * L::STAGE_BYTES, live - p);
+                if (KEY_LISTS && p + B < live) ask_keys(stages, p + B, live);
+                if (VALUE_LISTS && p + B >= live) ask_values(stages, 0, live);
                 float of_tiles[B][NT][4];
                 if constexpr (KP) {
                     const unsigned char* tiles[B];
@@ -237,23 +234,12 @@ struct Attend {
                 }
 #pragma unroll
                 for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
-                if (VALUE_LIST && p + B >= live) {
-                    arrived<COPIES - N - 1>();
-                    copy_value_lists(stages, live);
-                }
-                if constexpr (KEY_LIST) {
-                    if (p == 0) arrived<N>();
-#pragma unroll 1
-                    for (int mine = p; mine < min(p + B, live); ++mine) {
-                        if (own(turn, mine)) add_key_outliers(stages + mine * L::STAGE_BYTES, turn, mine);
-                    }
-                }
                 __syncwarp();
+                if constexpr (KEY_LISTS) outliers.clear();
                 feed_key(stages + p * L::STAGE_BYTES);
             }
             if constexpr (KP) {
                 keys.add_zeros(turn, score);
-                if constexpr (L::KEY_OUTLIERS) key_outliers.take(score);
                 if constexpr (L::ROPE) angles.turn_query(turn + 1);
                 if constexpr (L::PARTS > 1) leave_scores(turn, score);
                 if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
@@ -261,7 +247,6 @@ struct Attend {
                 keys.shift(score);
             }
             softmax.soften(score);
-            if constexpr (VALUE_LIST) value_outliers.leave(score);
             if constexpr (VP) {
                 if constexpr (L::VALUE_FOLDED) arrived<COPIES - N>();
                 values.take(stages + KeyStage::BYTES, live, score);
@@ -270,11 +255,10 @@ struct Attend {
             }
 #pragma unroll 1
             for (int p = 0; p < live; p = rolled(p + B)) {
-                arrived<COPIES - 1>();
-                if (KEY_LIST && p == 0) {
-                    arrived<COPIES - 2 * N>();
-                    copy_key_lists(next, turn + 1, count - done - PHASES);  // none behind the last turn, but a group
-                }
+                arrived<OTHERS>();
+                if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
+                if (VALUE_LISTS && p + B < live) ask_values(stages, p + B, live);
+                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - PHASES);
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll
@@ -288,19 +272,13 @@ struct Attend {
                         exact.add_values(token + tile_at(i, p, live) * HOP * T, at.length, b);
                     }
                 }
-                if constexpr (VALUE_LIST) {
-                    if (p == 0) arrived<KEY_LIST ? 2 : 1>();
-#pragma unroll 1
-                    for (int mine = p; mine < min(p + B, live); ++mine) add_value_outliers(stages + mine * L::STAGE_BYTES + KeyStage::BYTES, mine);
-                }
                 __syncwarp();
+                if constexpr (VALUE_LISTS) outliers.clear();
                 feed_value(stages + p * L::STAGE_BYTES);
             }
-            if (VALUE_LIST && (turn + 1) % ValueOutliers<C>::TURNS == 0) softmax.take_outliers();
             stages = next;
         }
         arrived<0>();
-        if constexpr (VALUE_LIST) softmax.take_outliers();
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
 
@@ -348,44 +326,12 @@ struct Attend {
         }
     }
 
-    // ---- lists of outliers ----
-
-    using KeyList = SparseList<K, D, 1>;
-    using ValueList = SparseList<V, D, L::PARTS>;
-
-    // The warps of a team share out the lists of a turn's keys: whether this warp has a phase's. Which copy it is.
-    __device__ __forceinline__ bool own(int turn, int phase) const { return (PHASES >= L::PARTS ? phase : turn) % L::PARTS == at.part; }
-    __device__ __forceinline__ unsigned char* key_list(int phase) const { return at.list(phase / L::PARTS); }
-    __device__ __forceinline__ unsigned char* value_list(int phase) const { return at.list(L::KEY_LISTS + phase); }
-
-    __device__ __forceinline__ void copy_key_lists(const unsigned char* stages, int turn, int live) const {
-#pragma unroll
-        for (int p = 0; p < PHASES; ++p) {
-            if (p < live && own(turn, p)) KeyList(stages + p * L::STAGE_BYTES + KeyStage::DIRECTORY, 0).copy(at.params.key.records, shared_address(key_list(p)), at.lane);
-        }
-        copy_commit();
+    // Lists of the batch at phase p of a turn that has `live` tiles, from the turn's stages.
+    __device__ __forceinline__ void ask_keys(const unsigned char* stages, int p, int live) {
+        outliers.template ask<K>(at.params.key.records, stages + p * L::STAGE_BYTES + KeyStage::DIRECTORY, live - p);
     }
-    __device__ __forceinline__ void copy_value_lists(const unsigned char* stages, int live) const {
-#pragma unroll
-        for (int p = 0; p < PHASES; ++p) {
-            if (p < live) ValueList(stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, at.part).copy(at.params.value.records, shared_address(value_list(p)), at.lane);
-        }
-        copy_commit();
-    }
-
-    __device__ __forceinline__ void add_key_outliers(const unsigned char* stage, int turn, int phase) const {
-        KeyList(stage + KeyStage::DIRECTORY, 0).template each<false>(at.params.key.records, key_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
-            if (there) key_outliers.add(x, block, turn, phase);
-        });
-    }
-    __device__ __forceinline__ void add_value_outliers(const unsigned char* stage, int phase) {
-        unrolled<ValueOutliers<C>::PASSES>([&](auto pass) {
-            constexpr int FIRST = decltype(pass)::value * ValueOutliers<C>::TOGETHER;
-            ValueList(stage + ValueStage::DIRECTORY, at.part).template each<(FIRST > 0)>(at.params.value.records, value_list(phase), at.lane, [&](bool there, const Outlier& x, unsigned block) {
-                value_outliers.template add<FIRST>(there, x, block, phase);
-            });
-            if constexpr (ValueOutliers<C>::PASSES > 1) softmax.template take_outliers<FIRST>();
-        });
+    __device__ __forceinline__ void ask_values(const unsigned char* stages, int p, int live) {
+        outliers.template ask<V>(at.params.value.records, stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, live - p);
     }
 };
 
@@ -396,11 +342,12 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     Place<C> at(params, shared);
     Query<C> query(at);
     Softmax<C> softmax(at);
-    Keys<C> keys(at, query);
-    Values<C> values(at, softmax);
+    Outliers<C> outliers(at);
+    Keys<C> keys(at, query, outliers);
+    Values<C> values(at, softmax, outliers);
     Exact<C> exact{at, query, softmax};
     typename PagesByBytes<Layout<C>::BYTES, C>::Type byte_pages(at);
-    Attend<C>{at, query, softmax, keys, values, exact, byte_pages, {at, query}, {at, softmax}}.run();
+    Attend<C>{at, query, softmax, keys, values, outliers, exact, byte_pages}.run();
 }
 
 }  // namespace signpost

@@ -20,8 +20,30 @@ struct Bytes {
     static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
 };
 
-// Of a page of one head.
-using PageListPlace = ListPlace<192>;
+// The copy of the list of a page of one head, of at most MOST outliers, in shared memory: its indices, from the piece of 16 bytes on in which they begin, and its corrections,
+// likewise.
+struct PageListPlace {
+    static constexpr int MOST = 192;
+    static constexpr int CORRECTIONS = (15 + MOST + 15) / 16 * 16, PIECES = CORRECTIONS / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
+    static_assert(PIECES <= 64 && CORRECTIONS <= 512, "a lane copies two pieces, the second one of corrections");
+
+    // How many pieces of 16 bytes so many bytes take, which begin somewhere in the first one.
+    static __device__ __forceinline__ unsigned pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
+
+    // Starts the copy of outliers start ... end - 1 of a record. to_piece: shared address of the place, and 16 * lane.
+    template <typename S>
+    static __device__ __forceinline__ void copy(const unsigned char* record, unsigned start, unsigned end, unsigned to_piece, int lane) {
+        const int indices = pieces(start, end), all = indices + pieces(2 * start, 2 * end), behind = -16 * indices;  // of corrections
+        const unsigned correction = S::CORRECTION + (2 * start & ~15u) + 16 * lane + behind, index = S::INDEX + (start & ~15u) + 16 * lane;
+        if (lane < all) copy_async<16>(to_piece + (lane < indices ? 0 : CORRECTIONS + behind), record + (lane < indices ? index : correction));
+        if (PIECES > 32 && lane + 32 < all) copy_async<16>(to_piece + (512 + CORRECTIONS + behind), record + (correction + 512));  // indices take fewer than 32
+    }
+
+    static __device__ __forceinline__ const unsigned char* indices(const unsigned char* copied, unsigned start) { return copied + start % 16; }
+    static __device__ __forceinline__ const __half* corrections(const unsigned char* copied, unsigned start) {
+        return reinterpret_cast<const __half*>(copied + CORRECTIONS) + start % 8;
+    }
+};
 
 // C: as in layout.cuh.
 template <typename C>

@@ -1,8 +1,9 @@
-// Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, turn), then meet the query.
+// Scores of packed tiles: keys become first operands part by part (look up codes, scale, factors, outliers, turn), then meet the query.
 #pragma once
 
 #include "channels.cuh"
 #include "factors.cuh"
+#include "outliers.cuh"
 #include "query.cuh"
 
 namespace signpost {
@@ -18,12 +19,13 @@ struct Keys {
 
     const Place<C>& at;
     Query<C>& query;
+    Outliers<C>& outliers;
     using Turning = Turn<K, D, SHARE>;
     typename Turning::Factors turning[L::ROPE && !L::TURNS_SHARED ? SHARE : 1];
     KeyFactors<L::ROPE, C> factors;
     Channels<K, C, true> of_head;
 
-    __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q) : at(place), query(q) {}
+    __device__ __forceinline__ Keys(const Place<C>& place, Query<C>& q, Outliers<C>& o) : at(place), query(q), outliers(o) {}
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
@@ -36,10 +38,43 @@ struct Keys {
     // A barrier, `fold` and another barrier follow.
     __device__ __forceinline__ void load() {
         of_head.load(at.shared + L::KEY_BANDS, [&](int i, float scale, float zero) {
-            if constexpr (L::FLOAT_CHANNELS) at.floats(L::KEY_SCALE)[i] = scale * L::KEY_SPREAD, at.floats(L::KEY_ZERO)[i] = zero;
+            if constexpr (L::KEYS_MENDED) put_mended(i, scale * L::KEY_SPREAD, zero);
+            else if constexpr (L::FLOAT_CHANNELS) at.floats(L::KEY_SCALE)[i] = scale * L::KEY_SPREAD, at.floats(L::KEY_ZERO)[i] = zero;
             else at.halves(L::KEY_SCALE)[i] = to_half(scale), at.halves(L::KEY_ZERO)[i] = to_half(zero);
         });
         factors.reset();
+    }
+
+    // A channel's scale, where outliers are divided by it: as a number of at least 1, so that they stay halves, and what is left for codes alone:
+    // a power of two, which costs them nothing, or all of it, if it is next to nothing.
+    __device__ __forceinline__ void put_mended(int channel, float scale, float zero) const {
+        const unsigned bits = __float_as_int(scale);
+        float size = scale, rest = 1.f;
+        if (scale < 1.f && scale >= 1.f / 16384) size = __int_as_float((bits & 0x7fffffu) | 0x3f800000u), rest = __int_as_float(bits & 0x7f800000u);
+        else if (scale < 1.f) size = 1.f, rest = scale;
+        at.floats(L::KEY_SCALE)[channel] = size, at.floats(L::KEY_ZERO)[channel] = zero;
+        at.floats(L::KEY_INVERSE)[in_index_order(channel)] = 1.f / size;
+        at.halves(L::KEY_REST)[in_channel_order(channel)] = to_half(rest);
+    }
+
+    // Where a channel stands in artifacts/order.py's channel_order.
+    static __device__ __forceinline__ int in_channel_order(int channel) {
+        const int f = channel % (D / 2);
+        return 32 * (f / 16) + 8 * (f % 8 / 2) + 4 * (f / 8 % 2) + 2 * (channel / (D / 2)) + f % 2;
+    }
+
+    // Where it stands in the order of outliers' indices: all of a channel's have the same lowest bits, but for one, which is a token's.
+    static __device__ __forceinline__ int in_index_order(int channel) {
+        const int f = channel % (D / 2);
+        return 32 * (f / 8) + 8 * (f % 8 / 2) + 4 * (channel / (D / 2)) + f % 2;
+    }
+
+    // Strews a batch's outliers. All lanes.
+    __device__ __forceinline__ void mend(const unsigned char* stages, int live) {
+        outliers.template put<K>(at.params.key.records, stages + KeyStage::DIRECTORY, live, [&](__half correction, unsigned index, unsigned block) {
+            if constexpr (!L::KEYS_MENDED) return correction;
+            return to_half(__half2float(correction) * at.floats(L::KEY_INVERSE)[32 * at.step(block) + (index & ~2u) % 32]);
+        });
     }
 
     // What turns and scales keys, into registers; zero points as keys of their own, which are the same in all pages.
@@ -71,7 +106,7 @@ struct Keys {
     __device__ __forceinline__ void scores(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
 #pragma unroll
         for (int n = 0; n < N; ++n) fill<L>(score[n], 0.f);
-        if constexpr (L::KEY_CODES || K::RANK > 0) dense(stages, query.paged(turn), score);
+        if constexpr (L::KEY_CODES || K::RANK > 0 || L::KEY_OUTLIERS) dense(stages, query.paged(turn), score);
 #pragma unroll
         for (int n = 0; n < N; ++n) finish(stages[n], score[n]);
     }
@@ -140,9 +175,10 @@ struct Keys {
             },
             [&](auto step, int n) {
                 constexpr int S = decltype(step)::value;
-                unsigned a[4] = {0u, 0u, 0u, 0u};
+                unsigned a[4] = {0u, 0u, 0u, 0u}, left_over[4];
                 if constexpr (L::KEY_CODES) {
                     codes.template fragment<S>(table, n, a);
+                    if constexpr (L::KEYS_MENDED && S % 2 == 0) scales[n] = *reinterpret_cast<const uint4*>(at.shared + L::KEY_REST + at.part * (2 * D / L::PARTS) + (S / 2 * 4 + at.c) * 16);
                     if constexpr (CHANNELS && !L::FLOAT_CHANNELS && S % 2 == 0) {
                         const int from = (S / 2 * 4 + at.c) * 16;
                         scales[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
@@ -150,11 +186,18 @@ struct Keys {
                     }
                     if constexpr (!L::KEY_WIDE) scale<S>(stages[n], scales[n], zeros[n], a);
                 }
+                unsigned lacking[4];
+                if constexpr (L::KEY_OUTLIERS) outliers.take(n, S, lacking);
+                if constexpr (L::KEY_OUTLIERS && !L::KEY_WIDE) add_outliers<S>(lacking, scales[n], a);
                 if (L::ROPE && !ACROSS && (n == 0 || !Tiles::TOGETHER)) turns_of_step = factors_of(S);
                 if constexpr (L::KEY_WIDE) {
                     float x[4][2] = {};
                     if constexpr (L::KEY_CODES) widen<S>(stages[n], scales[n], zeros[n], a, x);
-                    if constexpr (K::RANK > 0) factors.template add<S>(left[n], x);
+                    if constexpr (K::RANK > 0 && L::ROPE) factors.template add<S>(left[n], x);
+                    if constexpr (L::KEY_OUTLIERS) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) x[e][0] += __half22float2(as_half2(lacking[e])).x, x[e][1] += __half22float2(as_half2(lacking[e])).y;
+                    }
                     if constexpr (ACROSS) {
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
@@ -162,7 +205,10 @@ struct Keys {
                             else a[e] = pack(x[e][0], x[e][1]);
                         }
                     } else {
-                        Turning::turn(turns_of_step, x, a);
+                        float y[4][2];
+                        if constexpr (L::ROPE) Turning::turn(turns_of_step, x, y);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) round(L::ROPE ? y[e] : x[e], a[e], left_over[e]);
                     }
                 } else if constexpr (L::ROPE && !ACROSS) {
                     Turning::turn(turns_of_step, a);
@@ -172,6 +218,7 @@ struct Keys {
                     for (int e = 0; e < 4; ++e) whole[n][S][e] = a[e];
                 } else {
                     query.multiply_paged(a, operand, S, S % 2 ? odd[n] : score[n]);
+                    if constexpr (L::KEY_IN_TWO) query.multiply_paged(left_over, operand, S, S % 2 ? odd[n] : score[n]);
                 }
             },
             [&](int n) {
@@ -218,6 +265,23 @@ struct Keys {
             scales_of<S>(stage, scales, zeros, by, zero);
 #pragma unroll
             for (int e = 0; e < 4; ++e) a[e] = fma2(a[e], by[e], zero[e]);
+        }
+    }
+
+    // Two numbers to halves, and what that leaves.
+    static __device__ __forceinline__ void round(const float (&x)[2], unsigned& a, unsigned& left_over) {
+        a = pack(x[0], x[1]);
+        const float2 near = __half22float2(as_half2(a));
+        if constexpr (L::KEY_IN_TWO) left_over = pack(x[0] - near.x, x[1] - near.y);
+    }
+
+    // a += outliers; where scales come later, so does what is left of them.
+    template <int S>
+    __device__ __forceinline__ void add_outliers(const unsigned (&lacking)[4], const uint4& rests, unsigned (&a)[4]) const {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const unsigned rest = e < 2 ? (S % 2 ? rests.z : rests.x) : (S % 2 ? rests.w : rests.y);
+            a[e] = L::KEYS_MENDED && L::KEY_CODES ? fma2(a[e], rest, lacking[e]) : add2(a[e], lacking[e]);
         }
     }
 

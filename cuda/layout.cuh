@@ -62,14 +62,19 @@ struct Layout {
     static_assert(D == 64 || D == 128 || D == 256, "head dimension");
 
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
+    static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     // Where scales need not touch the numbers.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
-    // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it.
-    static constexpr bool KEY_WIDE = ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE));
+    // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it; so are codes and outliers that are scaled apart.
+    static constexpr bool KEY_WIDE = (ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE))) || (KEY_OUTLIERS && KEY_CODES && !CHANNELS_FOLDED);
+    // Then a key's number is turned and scaled once its outlier is added to it, which is divided by the scale.
+    static constexpr bool KEYS_MENDED = KEY_OUTLIERS && CHANNELS_FOLDED;
+    // An outlier may be much larger than what its key says otherwise: then what rounding leaves meets the query, too.
+    static constexpr bool KEY_IN_TWO = KEY_WIDE && KEY_OUTLIERS && (!ROPE || Rope<K, D>::LOCAL);
     static constexpr bool FLOAT_CHANNELS = CHANNELS_FOLDED || (KEY_WIDE && K::SCALES == Scales::CHANNEL_BUNDLE);  // keys' scales, as the bundle has them
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
-    static constexpr bool VALUE_FOLDED = !V::RANK && V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
+    static constexpr bool VALUE_FOLDED = V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
     static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
     // Where scales are floats, the tables' numbers are divided by the codebook's SPREAD, so that they are not rounded, and scales multiplied.
@@ -101,7 +106,6 @@ struct Layout {
     using KeyTiles = typename CodeWords<(K::BANDED > 0), false, KeyWords>::template Of<N>;
     template <int N>
     using ValueTiles = typename CodeWords<(V::BANDED > 0), VALUE_RAW, ValueWords>::template Of<N>;
-    static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
     static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]
     static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? ROWS * D * 4 : 0);               // f16
@@ -114,13 +118,12 @@ struct Layout {
     static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? COLUMNS * 8 : 0);
     static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
-    // For outliers of keys: f16 [buffers][D][USED], without scales of channels.
-    static constexpr int PLAIN_QUERY = (QUERY_SUM + COLUMNS * 4 + 15) / 16 * 16;
-    static constexpr int ANGLES = PLAIN_QUERY + (KEY_OUTLIERS ? QUERY_BUFFERS * D * USED * 2 : 0);  // f16 (cos, sin) [T][ROPE_DIM / 2]
-    static constexpr int OUTLIER_SCORES = ANGLES + (KEY_OUTLIERS ? T * K::ROPE_DIM * 2 : 0);           // s32 [WARPS][USED][TILE]
-    static constexpr int KEY_SCALE = OUTLIER_SCORES + (KEY_OUTLIERS ? WARPS * USED * TILE * 4 : 0);  // f32 [D], also zero; where a
+    static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 + 15) / 16 * 16;                       // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
-    static constexpr int ZERO_KEYS = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // f16 first operands [TILES]
+    // Of folded channels with outliers: f32 [STEPS][32] one over KEY_SCALE (keys.cuh: in_index_order), f16 [D] in channel_order what is left of scales.
+    static constexpr int KEY_INVERSE = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);
+    static constexpr int KEY_REST = KEY_INVERSE + (KEYS_MENDED ? 128 * STEPS : 0);
+    static constexpr int ZERO_KEYS = KEY_REST + (KEYS_MENDED ? 2 * D : 0);  // f16 first operands [TILES]
     static constexpr int TURN_FACTORS = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // uint4 [TILES][STEPS][2][32]
     static constexpr int VALUE_SCALE = TURN_FACTORS + (TURNS_SHARED && !BYTES ? TILES * STEPS * 1024 : 0);  // f32 (scale, zero) [D]
     static constexpr int KEY_BANDS = VALUE_SCALE + (VALUE_RESTORED ? 8 * D : 0);  // Band [D / 32], also of values
@@ -130,14 +133,9 @@ struct Layout {
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
     static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
-    // For outliers of values: f16 [WARPS][TILE][COLUMNS], s32 [WARPS][OUTLIER_ROWS][D / PARTS].
-    static constexpr int OUTLIER_ROWS = ROWS < 8 ? ROWS : 8;  // that go through a list together
-    static constexpr int PROBABILITIES = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128;
-    static constexpr int OUTLIER_OUTPUTS = PROBABILITIES + (VALUE_OUTLIERS ? WARPS * TILE * COLUMNS * 2 : 0);
-    // Copies of lists: [WARPS] of those of a turn's tiles, of keys those that a warp of the team takes.
-    static constexpr int KEY_LISTS = KEY_OUTLIERS ? (PHASES + PARTS - 1) / PARTS : 0, VALUE_LISTS = VALUE_OUTLIERS ? PHASES : 0;
-    static constexpr int LISTS = OUTLIER_OUTPUTS + (VALUE_OUTLIERS ? WARPS * OUTLIER_ROWS * D / PARTS * 4 : 0);
-    static constexpr int BYTE_TABLES = (LISTS + WARPS * (KEY_LISTS + VALUE_LISTS) * TileListPlace::BYTES + 127) / 128 * 128;
+    // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
+    static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
+    static constexpr int BYTE_TABLES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);
     static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
@@ -177,8 +175,6 @@ struct Place {
     __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
     __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
     __device__ __forceinline__ __half* halves(int offset) const { return reinterpret_cast<__half*>(shared + offset); }
-    // The warp's copy of a list: those of keys, then those of values.
-    __device__ __forceinline__ unsigned char* list(int i) const { return shared + L::LISTS + (warp * (L::KEY_LISTS + L::VALUE_LISTS) + i) * TileListPlace::BYTES; }
 
     __device__ __forceinline__ void open(int b, int h) {
         sequence = b, head = h, length = params.lengths[b], offset = params.offsets[b];

@@ -32,7 +32,7 @@ __device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
     return as_bits(__hfma2(as_half2(a), as_half2(b), as_half2(c)));
 }
 __device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return as_bits(__hmul2(as_half2(a), as_half2(b))); }
-__device__ __forceinline__ unsigned max2(unsigned a, unsigned b) { return as_bits(__hmax2(as_half2(a), as_half2(b))); }
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) { return as_bits(__hadd2(as_half2(a), as_half2(b))); }
 
 #ifndef SIGNPOST_EMULATED
 // d += a b, sums in float.

@@ -62,10 +62,7 @@ struct Query {
             const float x = row < ROWS ? paged[row * D + ch] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
             const float scaled = L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch] : x;
 #pragma unroll
-            for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) {
-                at.halves(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS * 2 + to] = to_half(scaled);
-                if (L::KEY_OUTLIERS && n < L::USED) plain(buffer)[ch * L::USED + n] = to_half(x);
-            }
+            for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) at.halves(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS * 2 + to] = to_half(scaled);
         }
         if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
         if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, L::SKETCH_FACTORS, false);
@@ -197,8 +194,6 @@ struct Query {
 
     __device__ __forceinline__ int buffer(int turn) const { return L::ROPE ? at.group * 2 + turn % 2 : 0; }
     __device__ __forceinline__ const unsigned* paged(int turn) const { return at.words(L::PAGED_OPERAND) + buffer(turn) * L::QUERY_WORDS; }
-    // What outliers of keys meet: channel by channel all columns.
-    __device__ __forceinline__ __half* plain(int buffer) const { return at.halves(L::PLAIN_QUERY) + buffer * D * L::USED; }
 
     // Takes the operands of a turn into registers.
     __device__ __forceinline__ void keep(int turn) {
@@ -257,10 +252,7 @@ struct PageAngles {
 
     // The query of the next turn, into its buffer.
     __device__ __forceinline__ void turn_query(int turn) {
-        const int buffer = at.group * 2 + turn % 2;
-        __half* const to = at.halves(L::PAGED_OPERAND) + buffer * L::QUERY_WORDS * 2;
-        __half* const plain = at.halves(L::PLAIN_QUERY) + buffer * L::D * L::USED;
-        (void)plain;
+        __half* const to = at.halves(L::PAGED_OPERAND) + (at.group * 2 + turn % 2) * L::QUERY_WORDS * 2;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
@@ -275,9 +267,7 @@ struct PageAngles {
                     if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
                     const float x = q[more * L::D + x_at], y = q[more * L::D + y_at];
                     const int n = (L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more;
-                    const __half turned_x = to_half(x * cosine + y * sine), turned_y = to_half(y * cosine - x * sine);
-                    x_to[Query<C>::column_half(n)] = turned_x, y_to[Query<C>::column_half(n)] = turned_y;
-                    if constexpr (L::KEY_OUTLIERS) plain[x_at * L::USED + n] = turned_x, plain[y_at * L::USED + n] = turned_y;
+                    x_to[Query<C>::column_half(n)] = to_half(x * cosine + y * sine), y_to[Query<C>::column_half(n)] = to_half(y * cosine - x * sine);
                 }
                 angle[k].next();
             }

@@ -82,14 +82,14 @@ struct Turn {
         }
     }
 
-    // The same from numbers that are not rounded yet, two a register: they are once.
-    static __device__ __forceinline__ void turn(const Factors& by, const float (&x)[4][2], unsigned (&a)[4]) {
+    // The same of numbers that are not rounded yet, two a register, and are not here.
+    static __device__ __forceinline__ void turn(const Factors& by, const float (&x)[4][2], float (&y)[4][2]) {
         const unsigned own[4] = {by.own.x, by.own.y, by.own.z, by.own.w}, other[4] = {by.other.x, by.other.y, by.other.z, by.other.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const float2 mine = __half22float2(as_half2(own[e])), partners = __half22float2(as_half2(other[e]));
             const float low = K::INTERLEAVED ? x[e][1] : x[e ^ 2][0], high = K::INTERLEAVED ? x[e][0] : x[e ^ 2][1];
-            a[e] = pack(x[e][0] * mine.x + low * partners.x, x[e][1] * mine.y + high * partners.y);
+            y[e][0] = x[e][0] * mine.x + low * partners.x, y[e][1] = x[e][1] * mine.y + high * partners.y;
         }
     }
 

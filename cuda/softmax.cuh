@@ -34,9 +34,9 @@ struct Softmax {
         }
     }
 
-    // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half, 2^3 none in whole numbers.
+    // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half.
     __device__ __forceinline__ void soften(float (&score)[NT][4]) {
-        constexpr float SLACK = L::VALUE_OUTLIERS ? 3.f : 8.f;
+        constexpr float SLACK = 8.f;
         bool over = false;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -66,7 +66,6 @@ struct Softmax {
     }
 
     __device__ __forceinline__ void raise(const float (&score)[NT][4]) {
-        if constexpr (L::VALUE_OUTLIERS) take_outliers();
         float factor[NT][2], highest[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -77,7 +76,6 @@ struct Softmax {
                 for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
                 highest[n][e] = fmaxf(top, maximum[n][e]);
             }
-            if constexpr (L::VALUE_OUTLIERS && L::PHASES > 1) of_row(highest[n]);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 factor[n][e] = maximum[n][e] == minus_infinity() ? 0.f : exp2_fast(maximum[n][e] - highest[n][e]);
@@ -92,38 +90,6 @@ struct Softmax {
                 for (int e = 0; e < 4; ++e) out[u][n][e] *= factor[n][e % 2];
             }
         }
-    }
-
-    // The largest of a row's columns, one a phase, for all of them: what outliers add is of rows.
-    static __device__ __forceinline__ void of_row(float (&x)[2]) {
-        if constexpr (L::PITCH == 1) x[0] = x[1] = fmaxf(x[0], x[1]);
-#pragma unroll
-        for (int mask = L::PITCH > 2 ? L::PITCH / 2 : 1; mask < 4; mask *= 2) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], __shfl_xor_sync(~0u, x[e], mask));
-        }
-    }
-
-    // What outliers of values added (value_outliers.cuh): s32 [OUTLIER_ROWS][channels of the warp], in units.
-    static constexpr float OUTLIER_UNITS = 262144.f;  // of one
-    __device__ __forceinline__ int* outlier_outputs() const { return reinterpret_cast<int*>(at.shared + L::OUTLIER_OUTPUTS) + at.warp * L::OUTLIER_ROWS * 16 * SHARE; }
-
-    // It goes to the columns of the first phase, from row FIRST on, and begins again.
-    template <int FIRST = 0>
-    __device__ __forceinline__ void take_outliers() {
-        __syncwarp();
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int row = 2 * at.c + e % 2;
-            if (row >= L::OUTLIER_ROWS || FIRST + row >= ROWS) continue;
-            int* const sums = outlier_outputs() + row * 16 * SHARE + at.r + e / 2 * 8;
-#pragma unroll
-            for (int u = 0; u < SHARE; ++u) {
-                out[u][FIRST / 8][e] += static_cast<float>(sums[16 * u]) * (1.f / OUTLIER_UNITS);
-                sums[16 * u] = 0;
-            }
-        }
-        __syncwarp();
     }
 
     // Probabilities as second operands: tokens down, columns across.

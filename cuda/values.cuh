@@ -3,6 +3,7 @@
 
 #include "channels.cuh"
 #include "factors.cuh"
+#include "outliers.cuh"
 #include "softmax.cuh"
 
 namespace signpost {
@@ -17,11 +18,14 @@ struct Values {
 
     const Place<C>& at;
     Softmax<C>& softmax;
+    Outliers<C>& outliers;
     ValueFactors<C> factors;
     Channels<V, C, false> of_head;
-    unsigned scaled[NT][2];  // a turn's probabilities as second operands: times the tokens' scales where these are folded
+    static constexpr bool BOTH = (L::VALUE_OUTLIERS || V::RANK > 0) && L::VALUE_FOLDED;
+    // A turn's probabilities as second operands: times the tokens' scales where these are folded, and for the other parts without them.
+    unsigned scaled[NT][2], unscaled[NT][2];
 
-    __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s) : at(place), softmax(s) {}
+    __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s, Outliers<C>& o) : at(place), softmax(s), outliers(o) {}
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
@@ -37,6 +41,7 @@ struct Values {
 
     // Takes the probabilities of a turn of `live` phases, whose stages follow each other from `stages` on and have arrived.
     __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[NT][4]) {
+        if constexpr (BOTH) Softmax<C>::operands(p, unscaled);
         if constexpr (L::VALUE_FOLDED) fold_scales(stages, live, p);
         Softmax<C>::operands(p, scaled);
     }
@@ -69,7 +74,11 @@ struct Values {
             [&](int n) {
                 softmax.of_phase(scaled, phase + n, b[n]);
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
-                if constexpr (V::RANK > 0) factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), b[n]);
+                if constexpr (V::RANK > 0) {
+                    unsigned p[NT][2];
+                    softmax.of_phase(BOTH ? unscaled : scaled, phase + n, p);
+                    factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), p);
+                }
             },
             [&](auto step, int n) {
                 constexpr int U = decltype(step)::value;
@@ -80,7 +89,26 @@ struct Values {
                 }
                 softmax.add(U, a, b[n]);
             },
-            [](int) {});
+            [&](int n) {
+                if constexpr (L::VALUE_OUTLIERS) add_outliers(n, phase + n);
+            });
+    }
+
+    // Adds the outliers of the batch's tile n.
+    __device__ __forceinline__ void add_outliers(int n, int phase) {
+        unsigned b[NT][2];
+        softmax.of_phase(BOTH ? unscaled : scaled, phase, b);
+#pragma unroll
+        for (int u = 0; u < SHARE; ++u) {
+            unsigned a[4];
+            outliers.take(n, u, a);
+            softmax.add(u, a, b);
+        }
+    }
+
+    // Strews a batch's outliers. All lanes.
+    __device__ __forceinline__ void mend(const unsigned char* stages, int live) {
+        outliers.template put<V>(at.params.value.records, stages + ValueStage::DIRECTORY, live, [](__half correction, unsigned, unsigned) { return correction; });
     }
 
     // Scales and zero points from the lane's first channel on.

@@ -42,9 +42,7 @@ inline __half fused(__half a, __half b, __half c) {  // one rounding
 }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return __hfma2(a, b, {__half(-0.f), __half(-0.f)}); }
-// Where one is no number, the other.
-inline __half2 __hmax2(__half2 a, __half2 b) { return {__half(std::fmax(__half2float(a.x), __half2float(b.x))), __half(std::fmax(__half2float(a.y), __half2float(b.y)))}; }
-inline float __saturatef(float x) { return std::fmin(std::fmax(x, 0.f), 1.f); }
+inline __half2 __hadd2(__half2 a, __half2 b) { return {__half(__half2float(a.x) + __half2float(b.x)), __half(__half2float(a.y) + __half2float(b.y))}; }
 inline int __float_as_int(float x) {
     int y;
     std::memcpy(&y, &x, 4);
