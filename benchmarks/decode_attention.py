@@ -9,10 +9,12 @@ than the L2 cache. Times are medians in microseconds per step and layer, merge i
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 from rich.console import Console
@@ -21,8 +23,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from artifacts import Banded, Dense, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Sketch, Sparse, Window
+from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES
 from artifacts.parts.banded import BAND
+from runtime import jit
 from runtime.attention import PagedAttention, PagedSide
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.rope import Rotation
@@ -98,11 +102,10 @@ class Row:
 def numbers(n: int, h_kv: int, seed: int) -> Tensor:
     """[n, h_kv, D] float32: means and spreads of channels an order of magnitude apart, Laplace tails."""
     channels = torch.Generator().manual_seed(7)
-    mean = torch.randn(h_kv, D, generator=channels)
-    spread = (torch.randn(h_kv, D, generator=channels) * 0.8 - 0.5).exp()
-    noise = torch.distributions.Laplace(0.0, 1.0)
-    torch.manual_seed(seed)
-    return (mean + spread * noise.sample((n, h_kv, D))).cuda()
+    mean = torch.randn(h_kv, D, generator=channels).cuda()
+    spread = (torch.randn(h_kv, D, generator=channels) * 0.8 - 0.5).exp().cuda()
+    even = torch.rand(n, h_kv, D, generator=torch.Generator("cuda").manual_seed(seed), device="cuda") - 0.5
+    return mean - spread * even.sign() * torch.log1p(-2 * even.abs().clamp(max=0.4999999))
 
 
 def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
@@ -158,30 +161,35 @@ def widths(bits: float, head: int) -> list[int]:
     return found
 
 
-def filled(geometry: PageGeometry, found: dict[str, Tensor], b: int, n: int, seed: int) -> PagedSide:
-    """A side of b sequences of n tokens: 64 different pages, repeated in random order at places of their own."""
+def samples(geometry: PageGeometry, found: dict[str, Tensor], pages: int, seed: int) -> PagePool:
+    """So many different pages of a side, up to a segment's; seed: of their numbers."""
     fmt, shape = geometry.format, geometry.shape
-    made = min(SEGMENT_PAGES, max(1, n // fmt.t))
     codec = Codec(geometry, found, "cuda")
     groups = [
         codec.encode(numbers(8 * fmt.t, shape.h_kv, seed + i).unflatten(0, (-1, fmt.t)), 8)[0]
-        for i in range(-(-made // 8))
+        for i in range(-(-max(1, min(SEGMENT_PAGES, pages)) // 8))
     ]
     few = PagePool(geometry, 8 * len(groups), "cuda")
     few.write(torch.arange(few.capacity).cuda(), join_fields(groups))
+    return few
+
+
+def filled(few: PagePool, b: int, n: int) -> PagedSide:
+    """A side of b sequences of n tokens: the pages of `few`, repeated in random order at places of their own."""
+    geometry = few.geometry
+    fmt, h_kv = geometry.format, geometry.shape.h_kv
     pages = fmt.window.pages(n, fmt.t)
     pool = PagePool(geometry, b * pages, "cuda", max(1, -(-b * pages // SEGMENT_PAGES)))
     source = torch.randint(few.capacity, (b * pages,), device="cuda")
     for store, small in ((pool.heads, few.heads), (pool.records, few.records)):
         store.copy_(small[source])
+    table = torch.randperm(b * pages, device="cuda").view(b, pages)
     if geometry.segment_bytes:
         pool.segments.copy_(few.segments[torch.arange(pool.segments.shape[0]).cuda() % few.segments.shape[0]])
         pool.field("segment").copy_((torch.arange(b * pages, device="cuda") // SEGMENT_PAGES)[:, None])
-    table = torch.randperm(b * pages, device="cuda").view(b, pages)
-    if geometry.segment_bytes:  # pages of a segment stand together in a sequence
-        table = torch.arange(b * pages, device="cuda").view(b, pages)
-    window = torch.randn(b, fmt.window.recent + fmt.t + 1, shape.h_kv, D, device="cuda", dtype=torch.float16)
-    sinks = torch.randn(b, fmt.window.sinks, shape.h_kv, D, device="cuda", dtype=torch.float16)
+        table = torch.arange(b * pages, device="cuda").view(b, pages)  # a segment's stand together in a sequence
+    window = torch.randn(b, fmt.window.recent + fmt.t + 1, h_kv, D, device="cuda", dtype=torch.float16)
+    sinks = torch.randn(b, fmt.window.sinks, h_kv, D, device="cuda", dtype=torch.float16)
     return PagedSide(pool.heads, pool.records, pool.segments, table.int(), sinks, window)
 
 
@@ -234,43 +242,57 @@ def fp16_us(b: int, n: int, h_q: int, h_kv: int) -> float:
     return timed([step(k, v) for k, v in caches])
 
 
-def measure(shape: str, name: str, formats: LayerFormat, dense_us: float, copy: float) -> Row:
-    """One format at one shape `model@batch x tokens`."""
+def size_of(shape: str) -> tuple[int, int, int, int]:
+    """Sequences, tokens of each, query heads and kv heads of `model@batch x tokens`. Raises SystemExit for others."""
     model, _, size = shape.partition("@")
-    (h_q, h_kv), (b, n) = MODELS[model], (int(x) for x in size.split("x"))
-    rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
-    sample = numbers(1024, h_kv, 99)
-    key, value = (PageGeometry.of(fmt, h_kv, D, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
-    found = [tables(fmt, sample) for fmt in (formats.key, formats.value)]
-    kernels = PagedAttention(key, value, *found, rotation, h_q, torch.float16, "cuda")
+    if model not in MODELS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
+        raise SystemExit(f"--shapes {shape}: {' or '.join(MODELS)}, then @BATCHxTOKENS, as in llama2-7b@1x131072")
+    b, n = (int(x) for x in size.split("x"))
+    return b, n, *MODELS[model]
+
+
+class Measured:
+    """One format with the heads of a model: its kernels and some pages."""
+
+    def __init__(self, formats: LayerFormat, h_q: int, h_kv: int):
+        sides: tuple[tuple[Format, SideName], ...] = ((formats.key, "key"), (formats.value, "value"))
+        self.geometries = [PageGeometry.of(fmt, h_kv, D, side) for fmt, side in sides]
+        sample = numbers(1024, h_kv, 99)
+        self.tables = [tables(fmt, sample) for fmt, _ in sides]
+        rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
+        self.kernels = PagedAttention(*self.geometries, *self.tables, rotation, h_q, torch.float16, "cuda")
+
+    @cached_property
+    def pages(self) -> list[PagePool]:
+        both = zip(self.geometries, self.tables, strict=True)
+        return [samples(geometry, found, SEGMENT_PAGES, 5 * side) for side, (geometry, found) in enumerate(both)]
+
+
+def unit_of(kernels: PagedAttention, b: int, n: int) -> jit.Unit:
+    """What a step of b sequences of n tokens loads."""
+    fmt = kernels.key.format
+    return kernels.unit(kernels.g, kernels.blocks(b * kernels.h_kv, fmt.window.pages(n, fmt.t) * fmt.t))
+
+
+def measure(shape: str, name: str, given: Measured, dense_us: float, copy: float) -> Row:
+    """One format at one shape."""
+    b, n, h_q, h_kv = size_of(shape)
     lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
     offsets = torch.zeros(b, dtype=torch.int32, device="cuda")
-    bytes_ = sum(b * s.format.window.pages(n - 1, s.format.t) * s.page_bytes for s in (key, value))
+    bytes_ = sum(b * s.format.window.pages(n - 1, s.format.t) * s.page_bytes for s in given.geometries)
     sets = max(1, min(16, 1 + 2 * L2_BYTES // max(1, bytes_)))
     plans = [
-        kernels.plan(
-            filled(key, found[0], b, n, 10 * i), filled(value, found[1], b, n, 10 * i + 5), lengths, offsets, 1, D**-0.5
-        )
-        for i in range(sets)
+        given.kernels.plan(*(filled(few, b, n) for few in given.pages), lengths, offsets, 1, D**-0.5)
+        for _ in range(sets)
     ]
     q = torch.randn(b, h_q, 1, D, device="cuda", dtype=torch.float16)
     out = torch.empty_like(q)
     us = timed([lambda plan=plan: plan.run(q, out) for plan in plans])
     assert torch.isfinite(out).all(), f"{shape} {name}: the output has NaN"
-    merge_us = timed([lambda plan=plan: plan.merge(out) for plan in plans])
+    merge_us = timed([lambda plan=plan: plan.merge(out) for plan in plans], 0.05)
     bits = 8 * bytes_ / (2 * b * (n - 1) * h_kv * D)
-    return Row(
-        shape,
-        name,
-        bits,
-        us,
-        merge_us,
-        bytes_,
-        bytes_ / us * 1e-6,
-        bytes_ / (us * 1e-6) / copy,
-        dense_us,
-        dense_us / us,
-    )
+    tb_s = bytes_ / us * 1e-6
+    return Row(shape, name, bits, us, merge_us, bytes_, tb_s, tb_s * 1e12 / copy, dense_us, dense_us / us)
 
 
 def main() -> None:
@@ -279,12 +301,19 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    sizes = {shape: size_of(shape) for shape in args.shapes}
+    given = {
+        (heads, name): Measured(FORMATS[name], *heads)
+        for heads in dict.fromkeys(size[2:] for size in sizes.values())
+        for name in args.formats
+    }
+    units = [unit_of(given[size[2:], name].kernels, *size[:2]) for size in sizes.values() for name in args.formats]
+    jit.begin(units, torch.device("cuda", torch.cuda.current_device()))  # on all cores, while the first are timed
     copy, rows = copy_bandwidth(), []
-    for shape in args.shapes:
-        model, _, size = shape.partition("@")
-        dense = fp16_us(*(int(x) for x in size.split("x")), *MODELS[model])
+    for shape, (b, n, h_q, h_kv) in sizes.items():
+        dense = fp16_us(b, n, h_q, h_kv)
         for name in args.formats:
-            rows.append(measure(shape, name, FORMATS[name], dense, copy))
+            rows.append(measure(shape, name, given[(h_q, h_kv), name], dense, copy))
             torch.cuda.empty_cache()
             print(
                 f"{shape} {name}: {rows[-1].us:.1f} us, fp16 {dense:.1f}, {rows[-1].ratio:.2f}x",

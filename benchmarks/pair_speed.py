@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from artifacts import Format, PageGeometry, Rope, Window
+from artifacts.geometry import SEGMENT_PAGES
 from benchmarks.commands import command
-from benchmarks.decode_attention import L2_BYTES, MODELS, D, filled, numbers, tables, timed
+from benchmarks.decode_attention import L2_BYTES, MODELS, D, filled, numbers, samples, tables, timed, unit_of
 from calib.__main__ import CONF
 from calib.allocation.candidates import SIDES, Candidates, Filling
 from calib.allocation.speed import described, page_formats
@@ -110,9 +111,9 @@ class _Caches:
         """So many caches."""
         made = self._sides.setdefault((side, name, t), [])
         b, n = self.shape["b"], self.shape["tokens"]
-        while len(made) < count:
-            seed = 10 * len(made) + 5 * side
-            made.append(filled(self.geometry(side, name, t), self.tables(side, name, t), b, n, seed))
+        if len(made) < count:
+            few = samples(self.geometry(side, name, t), self.tables(side, name, t), SEGMENT_PAGES, 5 * side)
+            made += [filled(few, b, n) for _ in range(count - len(made))]
         return made[:count]
 
 
@@ -127,7 +128,7 @@ def times(
         geometries = [caches.geometry(side, *at) for side, at in enumerate(pair)]
         each = [caches.tables(side, *at) for side, at in enumerate(pair)]
         found.append(PagedAttention(*geometries, *each, rotation, shape["h_q"], torch.float16, "cuda"))
-    jit.begin([_unit(kernels, b, n) for kernels in found], found[0].device)
+    jit.begin([unit_of(kernels, b, n) for kernels in found], found[0].device)
     lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")
     offsets = torch.zeros(b, dtype=torch.int32, device="cuda")
     q = torch.randn(b, shape["h_q"], 1, D, device="cuda", dtype=torch.float16)
@@ -141,12 +142,6 @@ def times(
         if not torch.isfinite(out).all():
             raise RuntimeError(f"keys {key}, values {value}: the output has NaN")
         yield key, value, us
-
-
-def _unit(kernels: PagedAttention, b: int, n: int) -> jit.Unit:
-    """What a step of b sequences of n tokens loads."""
-    fmt = kernels.key.format
-    return kernels.unit(kernels.g, kernels.blocks(b * kernels.h_kv, fmt.window.pages(n, fmt.t) * fmt.t))
 
 
 def _parser() -> argparse.ArgumentParser:
