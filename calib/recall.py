@@ -28,6 +28,7 @@ from runtime.exact import causal_attention
 from runtime.hf import AttendingCache
 from runtime.rope import Rotation
 
+TOGETHER = 64  # texts that are read at once
 CHARACTERS_PER_TOKEN = 8  # more than any text here has: enough filler is cut before it is counted in tokens
 
 
@@ -134,8 +135,8 @@ def prompts(model: PreTrainedModel, texts: Sequence[Trial]) -> list[Prompts]:
         return text.prompt.numel(), text.answer.numel()
 
     groups = []
-    for _, group in groupby(sorted(texts, key=lengths), lengths):
-        same = list(group)
+    alike = [list(group) for _, group in groupby(sorted(texts, key=lengths), lengths)]
+    for same in (group[i : i + TOGETHER] for group in alike for i in range(0, len(group), TOGETHER)):
         prompt = torch.stack([text.prompt for text in same]).to(model.device)
         answer = torch.stack([text.answer for text in same]).to(model.device)
         cache = _Recorder(model)
