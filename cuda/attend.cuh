@@ -41,24 +41,9 @@ struct Attend {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        if constexpr (L::BYTES) byte_pages.prepare();  // reads nothing that an earlier kernel wrote
+        prepare();
         await_predecessor();
-        // Codebooks go through shared memory: many lanes then wait for one load, not one after the other for each of theirs.
-        float* const books = at.floats(L::BOOKS);
-        for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
-        for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
-        copy_commit();
-        // It counts where nothing is yet; codebooks of pages that do not go by bytes are on their way to the ring.
-        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + (L::BYTES ? L::RING : L::CORRECTIONS)));
-        copy_wait<0>();
-        __syncthreads();
-        if constexpr (L::BYTES) {
-            byte_pages.take_codebooks(books, books + 256);
-        } else {
-            keys.prepare(books);
-            values.prepare(books + 256);
-            outliers.prepare();
-        }
+        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
         if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
         const long long first = line.begin(blockIdx.x), last = line.begin(blockIdx.x + 1);
@@ -72,6 +57,26 @@ struct Attend {
                 base = next;
             }
         }
+    }
+
+    // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
+    __device__ __forceinline__ void prepare() {
+        if constexpr (L::BYTES) byte_pages.prepare();
+        // Codebooks go through shared memory: many lanes then wait for one load, not one after the other for each of theirs.
+        float* const books = at.floats(L::BOOKS);
+        for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
+        for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+        if constexpr (L::BYTES) {
+            byte_pages.take_codebooks(books, books + 256);
+        } else {
+            keys.prepare(books);
+            values.prepare(books + 256);
+            outliers.prepare();
+        }
+        __syncthreads();
     }
 
     // The part of a sequence, which begins at `base` of the line, that lies from `first` to before `last`. A unit is theirs who have its beginning.

@@ -21,7 +21,7 @@ struct Line {
     // of a block that make it worth while; tokens whose outliers go through rounds together.
     static constexpr int OF_A_PAGE = L::BYTES ? L::D / 8 : L::D * L::PAGE / 320, HEADS = 32, SAMPLES = 2, WORTH = (L::BYTES ? 128 : 64) * 64 / L::T;
     static constexpr int TOGETHER = L::BYTES ? L::PAGE : TILE;
-    static_assert((L::BYTES ? L::WARP_BYTES : L::CORRECTION_BYTES) >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
+    static_assert(L::WARP_BYTES >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
 
     const AttendParams& params;
     int blocks, rest;                 // blocks that take part; what stands for the other tokens of a head

@@ -24,12 +24,19 @@ struct Merge {
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
     // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
+    // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
+    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = PIECES / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : D;  // floats
 
     // All threads of a block of D; shared: f32 [SHARED]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
         const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
         if (row >= params.g * params.m) return;
+        float4 matrix[AHEAD][EACH];
+        if constexpr (V::ROTATE) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) rows_of(params, head, i, matrix[i]);
+        }
         await_predecessor();
         release_successor();
         const int first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
@@ -55,7 +62,7 @@ struct Merge {
         }
         sum = of_all(sum, shared, [](float a, float b) { return a + b; });
         if constexpr (L::APART) {
-            x = restored(params, shared, x, sum, head);
+            x = restored(params, shared, x, sum, head, matrix);
             const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
             x += weight * apart[threadIdx.x];
             sum += weight * apart[D + 1];
@@ -78,29 +85,36 @@ struct Merge {
         return x;
     }
 
+    // Of P inverted, the lane's pieces of step i's row.
+    static __device__ __forceinline__ void rows_of(const MergeParams& params, int head, int i, float4 (&p)[EACH]) {
+        const float4* const rows = reinterpret_cast<const float4*>(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0)) + threadIdx.x % LANES;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) p[k] = rows[row_of(i) * PIECES + k * LANES];
+    }
+    static __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 32 + i * ROWS_AT_ONCE + threadIdx.x % 32 / LANES; }
+
     // Pages hold (value - mean) P: times P inverted, plus the mean as often as was added.
-    static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head) {
+    static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head, const float4 (&ahead)[AHEAD][EACH]) {
         if constexpr (V::ROTATE) {
             __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
-            // Every warp multiplies 32 rows, so that all of the matrix is under way at once.
             const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
-            const float4* const rows = reinterpret_cast<const float4*>(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0)) + lane % LANES;
-            float4 sum4[PIECES / LANES] = {};
-#pragma unroll 16
-            for (int i = 0; i < 32; i += ROWS_AT_ONCE) {
-                const int row = warp * 32 + i + part;
+            float4 sum4[EACH] = {};
 #pragma unroll
-                for (int k = 0; k < PIECES / LANES; ++k) {
-                    const float4 p = rows[row * PIECES + k * LANES];
-                    const float y = shared[row];
+            for (int i = 0; i < STEPS; ++i) {
+                float4 later[EACH];
+                if (i >= AHEAD) rows_of(params, head, i, later);
+                const float y = shared[row_of(i)];
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) {
+                    const float4 p = i < AHEAD ? ahead[i][k] : later[k];
                     sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
                 }
             }
             float4* const parts = reinterpret_cast<float4*>(shared + D);
 #pragma unroll
-            for (int k = 0; k < PIECES / LANES; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
+            for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
             __syncthreads();
             x = 0.f;
 #pragma unroll

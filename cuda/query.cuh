@@ -134,7 +134,7 @@ struct Query {
     template <int M>
     __device__ __forceinline__ void project(const float* q, const float* sketch, int operand, int factors, bool outliers) const {
         constexpr int ROOM = L::WARPS * L::WARP_BYTES / ((D + M) * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
-        static_assert(CHUNK > 0, "the ring, which is idle, holds a row's numbers");
+        static_assert(CHUNK > 0 && M % EIGHT == 0, "the ring, which is idle, holds a row's numbers");
         float* const wanted = at.floats(L::RING);    // [CHUNK][D]
         float* const projected = wanted + CHUNK * D;  // [CHUNK][M]
         for (int i = threadIdx.x; i < L::SKETCH_ROWS * M * 2; i += L::THREADS) at.words(operand)[i] = 0u;  // columns that have no digit
@@ -147,23 +147,48 @@ struct Query {
                 wanted[i] = there ? q[first * D + i] : 0.f;
             }
             __syncthreads();
-            for (int i = threadIdx.x; i < M; i += L::THREADS) {
-                const float4* s = reinterpret_cast<const float4*>(sketch + i * D);
-                float x[CHUNK] = {};
-#pragma unroll 8
-                for (int k = 0; k < D / 4; ++k) {
-                    const float4 y = s[k];
-#pragma unroll
-                    for (int row = 0; row < CHUNK; ++row) {
-                        const float4 z = reinterpret_cast<const float4*>(wanted + row * D)[k];
-                        x[row] += y.x * z.x + y.y * z.y + (y.z * z.z + y.w * z.w);
-                    }
-                }
-#pragma unroll
-                for (int row = 0; row < CHUNK; ++row) projected[row * M + i] = x[row] * (K::UNBIASING / M);
-            }
+            for (int i = at.warp * EIGHT; i < M; i += L::WARPS * EIGHT) multiply_eight<CHUNK>(sketch + i * D, wanted, [&](int row, int which, float x) { projected[row * M + i + which] = x * (K::UNBIASING / M); });
             __syncthreads();
             for (int row = at.warp; row < CHUNK && first + row < ROWS; row += L::WARPS) digits<M>(projected + row * M, first + row, operand, factors);
+        }
+    }
+
+    static constexpr int EIGHT = 8;
+
+    // Eight rows of S times `CHUNK` rows of numbers, f32 [D] each: a warp reads whole lines of S, a lane four channels at once. store(row, which of the eight, sum).
+    template <int CHUNK, typename F>
+    __device__ __forceinline__ void multiply_eight(const float* eight, const float* numbers, F&& store) const {
+        constexpr int PIECES = (D + 127) / 128;
+        float4 s[EIGHT][PIECES];
+#pragma unroll
+        for (int i = 0; i < EIGHT; ++i) {
+#pragma unroll
+            for (int k = 0; k < PIECES; ++k) {
+                const int channel = 4 * at.lane + 128 * k;
+                s[i][k] = channel < D ? *reinterpret_cast<const float4*>(eight + i * D + channel) : make_float4(0.f, 0.f, 0.f, 0.f);
+            }
+        }
+#pragma unroll 1
+        for (int row = 0; row < CHUNK; ++row) {
+            float x[EIGHT] = {};
+#pragma unroll
+            for (int k = 0; k < PIECES; ++k) {
+                const float4 z = *reinterpret_cast<const float4*>(numbers + row * D + min(4 * at.lane + 128 * k, D - 4));
+#pragma unroll
+                for (int i = 0; i < EIGHT; ++i) x[i] += s[i][k].x * z.x + s[i][k].y * z.y + (s[i][k].z * z.z + s[i][k].w * z.w);
+            }
+            // What two lanes have becomes half as many sums of both, until a lane has one: that of row lane % 8.
+#pragma unroll
+            for (int far = EIGHT / 2; far; far /= 2) {
+#pragma unroll
+                for (int i = 0; i < far; ++i) {
+                    const float given = at.lane & far ? x[i] : x[i + far];
+                    x[i] = (at.lane & far ? x[i + far] : x[i]) + __shfl_xor_sync(~0u, given, far);
+                }
+            }
+            x[0] += __shfl_xor_sync(~0u, x[0], 8);
+            x[0] += __shfl_xor_sync(~0u, x[0], 16);
+            if (at.lane < EIGHT) store(row, at.lane, x[0]);
         }
     }
 
