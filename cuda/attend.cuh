@@ -112,9 +112,10 @@ struct Attend {
         keys.fetch();
         values.fetch();
         query.fetch();
-        __syncthreads();  // the last stretch's readers of the query and writers of the output are done
         if constexpr (L::BYTES) {
             auto feed = byte_pages.feed(from, to);
+            __syncthreads();  // the last stretch's readers of the query and writers of the output are done
+            feed.begin();
             load();
             byte_pages.keys.fold();
             feed.start();
@@ -122,11 +123,16 @@ struct Attend {
             softmax.reset();
             byte_pages.run(feed, softmax);
         } else {
+            constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
+            Flow<true, true> flow(at, from, to);
+            __syncthreads();  // as above
+            if constexpr (!RING_NEEDED) flow.start();
             load();
             keys.fold();
             query.load();
             softmax.reset();
-            pages<true, true>(from, to);
+            if constexpr (RING_NEEDED) flow.start();
+            pages(flow);
         }
         if (last) exact_keys();
         values.restore();
@@ -156,12 +162,12 @@ struct Attend {
 
     // Units of packed values whose keys are exact still. Which side is ahead, window and page size of both say.
     __device__ __forceinline__ void exact_keys() {
-        if constexpr (K::RECENT + K::T > V::RECENT + L::PAGE) pages<false, true>(at.key_units, at.value_units);
+        if constexpr (K::RECENT + K::T > V::RECENT + L::PAGE) units<false, true>(at.key_units, at.value_units);
     }
 
     // All tokens whose values are exact. count: the units that the block has of this head.
     __device__ __forceinline__ void exact_rest(int count) {
-        if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) pages<true, false>(at.value_units, at.key_units);
+        if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) units<true, false>(at.value_units, at.key_units);
         // Who took pages in turn, and had one less of them, goes first.
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
         exact.tokens(K::SINKS + max(at.key_units, at.value_units) * T, idle);
@@ -169,37 +175,61 @@ struct Attend {
 
     // ---- pages ----
 
-    // Units from ... to - 1: KP, VP say which sides are packed.
+    // A stretch of units from ... to - 1 of one head, of which the warp takes `count` from `first` on, and their way to its ring. KP, VP say which
+    // sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
     // a turn's keys before its values, so while a batch is at work those of all others may be under way, but for the next one where there are
     // outliers: its lists are asked for meanwhile.
     template <bool KP, bool VP>
-    __device__ __forceinline__ void pages(int from, int to) {
+    struct Flow {
+        static constexpr int B = L::BATCH;
+        const int each, first, count;
+        unsigned char* const ring;
+        Feed<L, K, KeyStage, B> keys;
+        Feed<L, V, ValueStage, B> values;
+
+        __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
+            : each((to - from + GROUPS - 1) / GROUPS), first(from + at.group * (HOP == 1 ? each : 1)),
+              count(HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
+              keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
+                   {first, first + count * HOP, at.tile, at.part, at.head, at.lane}),
+              values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
+                     {first, first + count * HOP, at.tile, at.part, at.head, at.lane}) {}
+
+        // Fills the ring, which is idle.
+        __device__ __forceinline__ void start() {
+            if (count <= 0) return;
+            for (int turn = 0; turn < L::TURNS; ++turn) {
+                for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+                for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+            }
+        }
+        __device__ __forceinline__ void feed_key(unsigned char* stage) {
+            if constexpr (KP) keys.copy(stage);
+            else copy_commit();
+        }
+        __device__ __forceinline__ void feed_value(unsigned char* stage) {
+            if constexpr (VP) values.copy(stage + KeyStage::BYTES);
+            else copy_commit();
+        }
+    };
+    template <bool KP, bool VP>
+    __device__ __forceinline__ void units(int from, int to) {
+        Flow<KP, VP> flow(at, from, to);
+        flow.start();
+        pages(flow);
+    }
+
+    // Goes through the units of a flow that has been started.
+    template <bool KP, bool VP>
+    __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
         constexpr int B = L::BATCH, N = PHASES / B, COPIES = 2 * L::TURNS * N;  // batches of a turn's side; of the ring
         constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
-        const int each = (to - from + GROUPS - 1) / GROUPS, first = from + at.group * (HOP == 1 ? each : 1);
-        const int count = HOP == 1 ? min(each, to - first) : (to - first + GROUPS - 1) / GROUPS;
+        const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together
-        const SideParams &key = at.params.key, &value = at.params.value;
-        const int* const key_table = key.table + at.sequence * key.table_stride;
-        const int* const value_table = value.table + at.sequence * value.table_stride;
-        Feed<L, K, KeyStage, B> key_feed(key.heads, key.records, key_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
-        Feed<L, V, ValueStage, B> value_feed(value.heads, value.records, value_table, at.params.h_kv, {first, first + count * HOP, at.tile, at.part, at.head, at.lane});
-        auto feed_key = [&](unsigned char* stage) {
-            if constexpr (KP) key_feed.copy(stage);
-            else copy_commit();
-        };
-        auto feed_value = [&](unsigned char* stage) {
-            if constexpr (VP) value_feed.copy(stage + KeyStage::BYTES);
-            else copy_commit();
-        };
-        unsigned char* const ring = at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES);
-        for (int turn = 0; turn < L::TURNS; ++turn) {
-            for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
-            for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
-        }
+        unsigned char* const ring = flow.ring;
         PageAngles<C> angles(at);
         if constexpr (L::ROPE && KP) {
             angles.start(first);
@@ -241,7 +271,7 @@ struct Attend {
                 for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
                 __syncwarp();
                 if constexpr (KEY_LISTS) outliers.clear();
-                feed_key(stages + p * L::STAGE_BYTES);
+                flow.feed_key(stages + p * L::STAGE_BYTES);
             }
             if constexpr (KP) {
                 keys.add_zeros(turn, score);
@@ -279,7 +309,7 @@ struct Attend {
                 }
                 __syncwarp();
                 if constexpr (VALUE_LISTS) outliers.clear();
-                feed_value(stages + p * L::STAGE_BYTES);
+                flow.feed_value(stages + p * L::STAGE_BYTES);
             }
             stages = next;
         }

@@ -57,12 +57,19 @@ struct ByteFeed {
           value_table(place.params.value.table + place.sequence * place.params.value.table_stride),
           scale_from((place.lane < 8 ? V::SCALE : V::ZERO - 128) + (V::SCALE_IN_RECORD ? 16 * place.lane : -V::CODES)), directory_from(directory_piece(place)),
           first(first_page), count(pages), taken(0), ids{}, now{}, next{}, later{}, turn(0) {
+        ask();
+    }
+
+    // Starts the copies of the first page's directories and codes. The warp's place is idle.
+    __device__ __forceinline__ void begin() {
         if (count <= 0) return;
         next = take();
         later = take();
         now = next;
         directories(next, 0);
         copy_commit();
+        key_codes();
+        value_codes();
     }
 
     static constexpr int COUNT_PIECES = B::BLOCKS / 16, PIECES = COUNT_PIECES + 2;
@@ -74,18 +81,21 @@ struct ByteFeed {
         return (of_keys ? K::START : V::START) + (place.head + piece - COUNT_PIECES) * (B::TILES * 4);
     }
 
+    // Asks for the ids of 32 pages, if there are more.
+    __device__ __forceinline__ void ask() {
+        if (taken >= count) return;
+        const int unit = first + min(taken + at.lane, count - 1) * L::WARPS;
+        ids = make_int2(key_table[unit], value_table[unit]);
+    }
     // Ids of the next page.
     __device__ __forceinline__ int2 take() {
         const int page = min(taken, count - 1);
-        if (taken % 32 == 0 && taken < count) {
-            const int unit = first + min(taken + at.lane, count - 1) * L::WARPS;
-            ids = make_int2(key_table[unit], value_table[unit]);
-        }
+        if (taken && taken % 32 == 0) ask();
         ++taken;
         return make_int2(__shfl_sync(~0u, ids.x, page), __shfl_sync(~0u, ids.y, page));
     }
 
-    // Starts the copies of the first page.
+    // Starts the copies of the first page's lists: its codes are under way.
     __device__ __forceinline__ void start() {
         if (count <= 0) return;
         if constexpr (K::SPARSE || V::SPARSE) {
@@ -93,8 +103,8 @@ struct ByteFeed {
             __syncwarp();
         }
         turn = DIRECTORIES;  // as if after the page before
-        keys_done();
-        values_done();
+        key_list();
+        value_list();
     }
 
     // Waits for the keys of the page at hand and for the copies before; where its lists lie.
@@ -131,17 +141,28 @@ struct ByteFeed {
     __device__ __forceinline__ void keys_done() const {
         static_assert(!B::SCALED || B::ZERO == B::SCALE + 128, "scales and zero points follow each other");
         __syncwarp();
-        codes<B::KEY_BYTES>(to + B::KEY_CODES, keys.codes_of(next.x));
-        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(next.y) : values.codes_of(next.y);
-        if (B::SCALED && at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
-        if constexpr (K::SPARSE) outliers<K>(keys.record_of(next.x), mine + B::DIRECTORIES + (turn ^ DIRECTORIES), to + B::KEY_LIST);
-        directories(later, turn);
-        copy_commit();
+        key_codes();
+        key_list();
     }
     // Starts the copies of the next page's values and goes on to it.
     __device__ __forceinline__ void values_done() {
         __syncwarp();
-        codes<B::VALUE_BYTES>(to + B::VALUE_CODES, values.codes_of(next.y));
+        value_codes();
+        value_list();
+    }
+
+    __device__ __forceinline__ void key_codes() const {
+        codes<B::KEY_BYTES>(to + B::KEY_CODES, keys.codes_of(next.x));
+        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(next.y) : values.codes_of(next.y);
+        if (B::SCALED && at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
+    }
+    __device__ __forceinline__ void key_list() const {
+        if constexpr (K::SPARSE) outliers<K>(keys.record_of(next.x), mine + B::DIRECTORIES + (turn ^ DIRECTORIES), to + B::KEY_LIST);
+        directories(later, turn);
+        copy_commit();
+    }
+    __device__ __forceinline__ void value_codes() const { codes<B::VALUE_BYTES>(to + B::VALUE_CODES, values.codes_of(next.y)); }
+    __device__ __forceinline__ void value_list() {
         if constexpr (V::SPARSE) outliers<V>(values.record_of(next.y), mine + B::DIRECTORIES + B::DIRECTORY_BYTES + (turn ^ DIRECTORIES), to + B::VALUE_LIST);
         copy_commit();
         now = next, next = later, later = take(), turn ^= DIRECTORIES;

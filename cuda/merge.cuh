@@ -21,7 +21,7 @@ struct Merge {
     using C = typename Plan<Shape>::Config;
     using L = Layout<C>;
     using V = typename C::Value;
-    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
+    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = 8;
     // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
@@ -43,6 +43,9 @@ struct Merge {
         const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
         const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
         partial += static_cast<long long>(pair) * (ROWS * STRIDE);
+        float few[FEW];  // of the first blocks, the thread's channel: asked for before what weighs them is known
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) few[i] = partial[min(first + i, last) * (ROWS * STRIDE) + threadIdx.x];
         float top = L::APART ? apart[D] : minus_infinity();
         for (int block = first + threadIdx.x; block <= last; block += D) top = fmaxf(top, partial[block * (ROWS * STRIDE) + D]);
         top = of_all(top, shared, [](float a, float b) { return fmaxf(a, b); });
@@ -57,8 +60,12 @@ struct Merge {
                 sum += weight * result[1];
             }
             __syncthreads();
+            if (begin == first) {
+#pragma unroll
+                for (int i = 0; i < FEW; ++i) x += i < count ? shared[i] * few[i] : 0.f;
+            }
 #pragma unroll 8
-            for (int i = 0; i < count; ++i) x += shared[i] * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
+            for (int i = begin == first ? FEW : 0; i < count; ++i) x += shared[i] * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
         }
         sum = of_all(sum, shared, [](float a, float b) { return a + b; });
         if constexpr (L::APART) {
