@@ -43,17 +43,26 @@ struct Attend {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         prepare();
         await_predecessor();
+        // Of sequences, one a lane; asked for beside what the line reads.
+        int length = at.lane < at.params.b ? at.params.lengths[at.lane] : 0, offset = at.lane < at.params.b ? at.params.offsets[at.lane] : 0;
         const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
         if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
         const long long first = line.begin(blockIdx.x), last = line.begin(blockIdx.x + 1);
         long long base = 0;
-        for (int chunk = 0; chunk < params.b && base < last; chunk += 32) {  // of sequences, one a lane
-            const int units = chunk + at.lane < params.b ? line.packed(chunk + at.lane) : 0;
+        for (int chunk = 0; chunk < params.b && base < last; chunk += 32) {
+            if (chunk) {
+                const bool there = chunk + at.lane < params.b;
+                length = there ? params.lengths[chunk + at.lane] : 0, offset = there ? params.offsets[chunk + at.lane] : 0;
+            }
+            const int units = L::units(length - params.m);
             for (int i = 0; i < min(32, params.b - chunk) && base < last; ++i) {
                 const int count = __shfl_sync(~0u, units, i);
                 const long long next = base + static_cast<long long>(count) * line.all_weights + static_cast<long long>(line.rest) * params.h_kv;
-                if (next > first) heads(line, chunk + i, count, base, first, last);
+                if (next > first) {
+                    at.take(chunk + i, __shfl_sync(~0u, length, i), __shfl_sync(~0u, offset, i));
+                    heads(line, count, base, first, last);
+                }
                 base = next;
             }
         }
@@ -79,16 +88,19 @@ struct Attend {
         __syncthreads();
     }
 
-    // The part of a sequence, which begins at `base` of the line, that lies from `first` to before `last`. A unit is theirs who have its beginning.
-    __device__ __forceinline__ void heads(const Line<C>& line, int b, int count, long long base, long long first, long long last) {
+    // The part of the sequence at hand, which begins at `base` of the line, that lies from `first` to before `last`. A unit is theirs who have its beginning.
+    __device__ __forceinline__ void heads(const Line<C>& line, int count, long long base, long long first, long long last) {
         int h = line.head_at(first - base, count, at.lane);
         base += static_cast<long long>(count) * line.before_of(h) + static_cast<long long>(line.rest) * h;
         for (; h < at.params.h_kv && base < last; ++h) {
             const int weight = line.weight_of(h);
             const long long next = base + static_cast<long long>(count) * weight + line.rest;
-            auto unit = [&](long long x) { return static_cast<int>(min(max(ceil(static_cast<double>(x - base) / weight), 0.), static_cast<double>(count))); };
+            auto unit = [&](long long x) {
+                const long long from = line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - base) / weight)) : x - base;
+                return static_cast<int>(min(max(from, 0ll), static_cast<long long>(count)));
+            };
             if (next > first) {
-                at.open(b, h);
+                at.head = h;
                 stretch(unit(first), unit(last), base >= first, next <= last, next >= last);
             }
             base = next;

@@ -176,8 +176,9 @@ struct Place {
     __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
     __device__ __forceinline__ __half* halves(int offset) const { return reinterpret_cast<__half*>(shared + offset); }
 
-    __device__ __forceinline__ void open(int b, int h) {
-        sequence = b, head = h, length = params.lengths[b], offset = params.offsets[b];
+    // A sequence of `tokens` tokens, the first at position `first`.
+    __device__ __forceinline__ void take(int b, int tokens, int first) {
+        sequence = b, length = tokens, offset = first;
         key_units = L::template packed<typename L::K>(length - params.m);
         value_units = L::template packed<typename L::V>(length - params.m);
     }

@@ -21,12 +21,12 @@ struct Merge {
     using C = typename Plan<Shape>::Config;
     using L = Layout<C>;
     using V = typename C::Value;
-    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = 8;
+    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = 16;
     // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = PIECES / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
-    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : D;  // floats
+    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : 1;  // floats
 
     // All threads of a block of D; shared: f32 [SHARED]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
@@ -43,31 +43,31 @@ struct Merge {
         const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
         const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
         partial += static_cast<long long>(pair) * (ROWS * STRIDE);
-        float few[FEW];  // of the first blocks, the thread's channel: asked for before what weighs them is known
+        // Every warp weighs the blocks' results for itself, 32 at once, one a lane; a thread adds up one channel of all.
+        const int lane = threadIdx.x % 32;
+        auto state = [&](int block) { return block <= last ? make_float2(partial[block * (ROWS * STRIDE) + D], partial[block * (ROWS * STRIDE) + D + 1]) : make_float2(minus_infinity(), 0.f); };
+        float2 result = state(first + lane);  // (maximum, sum)
+        float few[FEW];                       // of the first blocks: asked for before what weighs them is known
 #pragma unroll
         for (int i = 0; i < FEW; ++i) few[i] = partial[min(first + i, last) * (ROWS * STRIDE) + threadIdx.x];
-        float top = L::APART ? apart[D] : minus_infinity();
-        for (int block = first + threadIdx.x; block <= last; block += D) top = fmaxf(top, partial[block * (ROWS * STRIDE) + D]);
-        top = of_all(top, shared, [](float a, float b) { return fmaxf(a, b); });
+        float top = fmaxf(result.x, L::APART ? apart[D] : minus_infinity());
+        for (int block = first + 32 + lane; block <= last; block += 32) top = fmaxf(top, state(block).x);
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
         float x = 0.f, sum = 0.f;
-        for (int begin = first; begin <= last; begin += D) {  // a thread weighs one block's result, then adds up one channel of all
-            const int count = min(D, last - begin + 1);
-            __syncthreads();
-            if (threadIdx.x < count) {
-                const float* result = partial + (begin + threadIdx.x) * (ROWS * STRIDE) + D;
-                const float weight = result[0] == minus_infinity() ? 0.f : exp2_fast(result[0] - top);
-                shared[threadIdx.x] = weight;
-                sum += weight * result[1];
-            }
-            __syncthreads();
+        for (int begin = first; begin <= last; begin += 32) {
+            if (begin > first) result = state(begin + lane);
+            const float weight = result.x == minus_infinity() ? 0.f : exp2_fast(result.x - top);
+            sum += weight * result.y;
             if (begin == first) {
 #pragma unroll
-                for (int i = 0; i < FEW; ++i) x += i < count ? shared[i] * few[i] : 0.f;
+                for (int i = 0; i < FEW; ++i) x += __shfl_sync(~0u, weight, i) * few[i];
             }
 #pragma unroll 8
-            for (int i = begin == first ? FEW : 0; i < count; ++i) x += shared[i] * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
+            for (int i = begin == first ? FEW : 0; i < min(32, last - begin + 1); ++i) x += __shfl_sync(~0u, weight, i) * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
         }
-        sum = of_all(sum, shared, [](float a, float b) { return a + b; });
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
         if constexpr (L::APART) {
             x = restored(params, shared, x, sum, head, matrix);
             const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
@@ -76,20 +76,6 @@ struct Merge {
         }
         const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
         static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
-    }
-
-    // One number from all threads' numbers, always in the same order.
-    template <typename F>
-    static __device__ __forceinline__ float of_all(float x, float* shared, F&& join) {
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2) x = join(x, __shfl_xor_sync(~0u, x, mask));
-        __syncthreads();
-        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-        __syncthreads();
-        x = shared[0];
-#pragma unroll
-        for (int warp = 1; warp < D / 32; ++warp) x = join(x, shared[warp]);
-        return x;
     }
 
     // Of P inverted, the lane's pieces of step i's row.
@@ -103,7 +89,6 @@ struct Merge {
     // Pages hold (value - mean) P: times P inverted, plus the mean as often as was added.
     static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head, const float4 (&ahead)[AHEAD][EACH]) {
         if constexpr (V::ROTATE) {
-            __syncthreads();
             shared[threadIdx.x] = x;
             __syncthreads();
             const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;

@@ -47,6 +47,13 @@ struct Turn {
     // key's numbers, and what is added to them; put(s, factors, registers): gets what turns step s of the warp, and first operands of its turned zeros.
     template <typename Angles, typename Scale, typename Zero, typename Put>
     static __device__ __forceinline__ void load(Angles&& angles, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
+        auto channel_of = [&](int s, int e, int k) { return 8 * block_of(first + s, e) + 2 * c + k; };
+        float2 angle[SHARE][4][2];  // all are asked for before any is used
+#pragma unroll
+        for (int i = 0; i < SHARE * 8; ++i) {
+            const int channel = channel_of(i / 8, i / 2 % 4, i % 2);
+            if (DIM == D || channel < DIM) angle[i / 8][i / 2 % 4][i % 2] = angles(token + r + i / 2 % 2 * 8, P::pair_of(channel));
+        }
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
             unsigned own[4], other[4], zeros[4];
@@ -55,14 +62,13 @@ struct Turn {
                 float by_own[2], by_other[2], sum[2];
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    const int channel = 8 * block_of(first + s, e) + 2 * c + k;
+                    const int channel = channel_of(s, e, k);
                     by_own[k] = scale(channel), by_other[k] = 0.f, sum[k] = zero(channel);
                     if (DIM == D || channel < DIM) {
-                        const float2 angle = angles(token + r + e % 2 * 8, P::pair_of(channel));
                         const int partner = P::partner_of(channel);
-                        const float sine = P::is_first(channel) ? -angle.y : angle.y;
-                        by_own[k] *= angle.x, by_other[k] = scale(partner) * sine;
-                        sum[k] = sum[k] * angle.x + zero(partner) * sine;
+                        const float sine = P::is_first(channel) ? -angle[s][e][k].y : angle[s][e][k].y;
+                        by_own[k] *= angle[s][e][k].x, by_other[k] = scale(partner) * sine;
+                        sum[k] = sum[k] * angle[s][e][k].x + zero(partner) * sine;
                     }
                 }
                 own[e] = pack(by_own[0], by_own[1]), other[e] = pack(by_other[0], by_other[1]);
