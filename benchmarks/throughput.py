@@ -7,8 +7,7 @@ of the whole length allow beside the weights and --room bytes of work space; pea
 A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass
 of the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's
 keys are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over
-the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16. Formats with low-rank factors
-pack on the host, outside of the graph: None in the place of what that time would change.
+the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -85,7 +84,7 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
 
 def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float | None, float]:
     """As `fp16`, for a compressed cache."""
-    bundle = bundle_of(decoder, FORMATS[name])
+    bundle = bundle_of(decoder, name)
     each = bundle.geometry.cache_bytes(m + n, 2, m)
     b = free // each
     fresh_peak()

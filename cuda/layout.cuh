@@ -68,7 +68,7 @@ struct Layout {
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
     // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it; so are codes and outliers that are scaled apart.
     static constexpr bool KEY_WIDE = (ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE))) || (KEY_OUTLIERS && KEY_CODES && !CHANNELS_FOLDED);
-    // Then a key's number is turned and scaled once its outlier is added to it, which is divided by the scale.
+    // Where channels are folded, a key's number is turned and scaled once its outlier is added to it, which is divided by the scale.
     static constexpr bool KEYS_MENDED = KEY_OUTLIERS && CHANNELS_FOLDED;
     // An outlier may be much larger than what its key says otherwise: then what rounding leaves meets the query, too.
     static constexpr bool KEY_IN_TWO = KEY_WIDE && KEY_OUTLIERS && (!ROPE || Rope<K, D>::LOCAL);
@@ -259,16 +259,22 @@ using AllChoices = List<
     Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
     Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
+// For what fits none of them with any number of rows.
+using SmallChoices = List<Choice<2, 16, 1, 2>, Choice<2, 16, 1, 1>>;
 
 template <typename Shape, int R, int B>
 struct Fitted : Shape {
     static constexpr int ROWS = R, BLOCKS = B;
 };
 
-// The query rows of a block: as many as the shape asks for, or half of them, and so on, until a choice fits.
+// Which of them, and the query rows of a block: as many as the shape asks for, or half of them, and so on, until a choice fits.
+template <typename Shape, bool FITS = AllChoices::FITS<Fitted<Shape, 1, 1>>>
+struct ChoicesOf : SmallChoices {};
+template <typename Shape>
+struct ChoicesOf<Shape, true> : AllChoices {};
 template <typename Shape, int ROWS = Shape::ROWS>
 constexpr int rows_that_fit() {
-    if constexpr (ROWS == 1 || AllChoices::FITS<Fitted<Shape, ROWS, 1>>) return ROWS;
+    if constexpr (ROWS == 1 || ChoicesOf<Shape>::template FITS<Fitted<Shape, ROWS, 1>>) return ROWS;
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
@@ -278,7 +284,7 @@ struct Plan {
     static constexpr int BLOCKS = AllChoices::FITS<Shape> ? Shape::BLOCKS : 1;
     static constexpr int ROWS = BLOCKS > 1 ? Shape::ROWS : rows_that_fit<Shape>();
     using Shared = Fitted<Shape, ROWS, BLOCKS>;
-    using Config = AllChoices::Config<Shared>;
+    using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");

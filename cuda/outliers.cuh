@@ -109,7 +109,7 @@ struct Outliers {
         for (int i = 0; i < BATCH; ++i) {
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
-                if (place[i][k]) *reinterpret_cast<__half*>(at.shared + place[i][k]) = __half(0.f);
+                if (!longer && place[i][k]) *reinterpret_cast<__half*>(at.shared + place[i][k]) = __half(0.f);
             }
             if (!longer) continue;
 #pragma unroll 1

@@ -34,9 +34,10 @@ struct Softmax {
         }
     }
 
-    // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half.
+    // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half, and 2^3 times a token's
+    // scale leaves room for scales of thousands.
     __device__ __forceinline__ void soften(float (&score)[NT][4]) {
-        constexpr float SLACK = 8.f;
+        constexpr float SLACK = L::VALUE_FOLDED ? 3.f : 8.f;
         bool over = false;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {

@@ -138,7 +138,7 @@ def sharing(fmt: LayerFormat, pairs: int, tokens: int, processors: int) -> int:
     """How many blocks of the attention kernel are to share a multiprocessor: one's memory latency hides another's work.
 
     pairs: of sequences and kv heads; tokens: the most that a sequence holds; processors: multiprocessors. Blocks then
-    have fewer warps. Measured (docs/kernels.md): worth it where a block has several heads; with outliers, whose lists
+    have fewer warps. Measured (docs/kernels.md): worth it where a block has several heads; with outliers, which
     take so much shared memory that few warps are left, only where these are short.
     """
     outliers = fmt.key.sparse or fmt.value.sparse

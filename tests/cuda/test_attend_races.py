@@ -60,6 +60,11 @@ def test_no_races_of_two_warps_a_tile(monkeypatch):
     assert races(case(LayerFormat(factors, factors), 4, d=256), [300, 65], monkeypatch) == 0
 
 
+def test_no_races_of_many_outliers(monkeypatch):
+    """More in a tile than a warp reads ahead."""
+    assert races(case(with_outliers(0.15), 8), [300, 65], monkeypatch) == 0
+
+
 @pytest.mark.parametrize("g", [1, 4])  # by bytes, and the other way
 def test_no_races_where_heads_are_weighed(g, monkeypatch):
     assert races(case(with_outliers(0.02), 2 * g, d=64), WEIGHED, monkeypatch) == 0
