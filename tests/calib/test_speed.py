@@ -139,7 +139,7 @@ def test_shapes():
     for text in ("28/3@1x512", "llama9@1x512", "32/8", "32/0@1x512", "32/8@0x512"):
         with pytest.raises(SystemExit, match=f"--shape {text}: llama2-7b, llama3-8b or QUERY_HEADS/KV_HEADS"):
             pair_speed.shape_of(text)
-    assert len(page_formats(pair_speed.candidates_of("banded", ["samples=4"]), "key")) == 18
+    assert len(page_formats(pair_speed.candidates_of("banded", ["samples=4"]), "key")) == 17
 
 
 # ----------------------------------------------------------------------------------------------------- command line
