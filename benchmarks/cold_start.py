@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.commands import command
+from benchmarks.commands import command, require_gpu
 from benchmarks.decode_model import MODELS, bundle_of, formats_of, model_of
 from runtime import Engine
 
@@ -30,6 +30,7 @@ REQUIRED_S = 3.0  # to the first token, nothing compiled
 def main() -> None:
     """Measures every format twice; writes the JSON after each."""
     args = _parser().parse_args()
+    require_gpu()
     if args.one:
         print(json.dumps(one(args.model, args.one, args.layers, args.prompt)))
         return

@@ -26,6 +26,7 @@ from artifacts import Banded, Dense, Format, LayerFormat, LowRank, PageGeometry,
 from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES
 from artifacts.parts.banded import BAND
+from benchmarks.commands import require_gpu
 from runtime import jit
 from runtime.attention import PagedAttention, PagedSide
 from runtime.codec import Codec, PagePool, join_fields
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    require_gpu()
     sizes = {shape: size_of(shape) for shape in args.shapes}
     given = {
         (heads, name): Measured(FORMATS[name], *heads)

@@ -28,6 +28,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from artifacts import Bundle, LayerFormat
+from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, numbers, tables
 from runtime import KVCache, Sampling
 from runtime.decoding import DeviceSteps
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     parser.add_argument("--seconds", type=float, default=0.5, help="of replays for each time")
     args = parser.parse_args()
+    require_gpu()
     for name in args.formats:
         formats_of(name, args.layers)
     rows: list[Row] = []

@@ -24,6 +24,7 @@ from torch import Tensor
 from artifacts import PageGeometry, Rope
 from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES
+from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, MODELS, D, copy_bandwidth, numbers, tables, timed
 from runtime import jit
 from runtime.codec import Codec, PagePool
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--out", required="--once" not in sys.argv)
     args = parser.parse_args()
+    require_gpu()
     sides: tuple[SideName, SideName] = ("key", "value")
     if args.once:
         for name in args.formats:

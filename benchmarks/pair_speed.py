@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from artifacts import Format, PageGeometry, Rope, Window
 from artifacts.geometry import SEGMENT_PAGES
-from benchmarks.commands import command
+from benchmarks.commands import command, require_gpu
 from benchmarks.decode_attention import L2_BYTES, MODELS, D, filled, numbers, samples, tables, timed, unit_of
 from calib.__main__ import CONF
 from calib.allocation.candidates import SIDES, Candidates, Filling
@@ -44,6 +44,7 @@ SETS = 16  # caches of a pair at most, among which steps go round
 def main() -> None:
     """Measures all pairs and writes the file."""
     given = _parser().parse_args()
+    require_gpu()
     candidates, shape = candidates_of(given.candidates, given.options), shape_of(given.shape)
     bench, pairs, us = _Bench(candidates, shape), list(pairs_of(candidates)), {}
     bench.begin(pairs)

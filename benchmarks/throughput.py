@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, numbers
 from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of, shown
 from runtime import KVCache
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     args = parser.parse_args()
+    require_gpu()
     decoder = model_of("llama2-7b", args.layers, 1 << 20, args.compile)
     weights = fresh_peak()
     run = {

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,6 +141,13 @@ def test_shapes():
         with pytest.raises(SystemExit, match=f"--shape {text}: llama2-7b, llama3-8b or QUERY_HEADS/KV_HEADS"):
             pair_speed.shape_of(text)
     assert len(page_formats(pair_speed.candidates_of("banded", ["samples=4"]), "key")) == 17
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["pair_speed", "--shape", "llama3-8b@1x512", "--out", "speed.json"])
+    with pytest.raises(SystemExit, match="runs on an NVIDIA GPU, and torch .* finds none: .*Installing"):
+        pair_speed.main()
 
 
 # ----------------------------------------------------------------------------------------------------- command line
