@@ -20,6 +20,6 @@ def require_gpu() -> None:
     """Raises SystemExit with one sentence where torch finds no CUDA device."""
     if not torch.cuda.is_available():
         raise SystemExit(
-            f"this benchmark runs on an NVIDIA GPU, and torch {torch.__version__} finds none: run it on a machine that has "
-            "one, with a CUDA build of torch (README.md, Installing)"
+            f"this benchmark runs on an NVIDIA GPU, and torch {torch.__version__} finds none: run it on a machine that "
+            "has one, with a CUDA build of torch (README.md, Installing)"
         )

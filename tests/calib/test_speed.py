@@ -146,7 +146,7 @@ def test_shapes():
 def test_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["pair_speed", "--shape", "llama3-8b@1x512", "--out", "speed.json"])
-    with pytest.raises(SystemExit, match="runs on an NVIDIA GPU, and torch .* finds none: .*Installing"):
+    with pytest.raises(SystemExit, match=r"runs on an NVIDIA GPU, and torch .* finds none: .*Installing"):
         pair_speed.main()
 
 
