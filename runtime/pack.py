@@ -221,15 +221,21 @@ class Packer:
         return params
 
     def _pack(self, layers: Sequence[Params], b: int, pages: int) -> None:
-        """So many pages of b sequences of each layer; for formats with factors those of a prompt begin with a segment.
-
-        These have codes and outliers first, then factors of what they left, then the sketch of what these left.
-        """
+        """So many pages of b sequences of each layer; for formats with factors those of a prompt begin with a segment,
+        and as many sequences are packed at once as have work space."""
         if not b or not pages:
             return
         if not self._factors:
             self._launch_pages(self.kernel, self.plan, layers, b, pages)
             return
+        at_once = self._factors.fit(len(layers), pages)
+        for first in range(0, b, at_once):
+            some = [params.from_sequence(first, self.dtype.itemsize) for params in layers]
+            self._pack_factors(some, min(at_once, b - first), pages)
+
+    def _pack_factors(self, layers: Sequence[Params], b: int, pages: int) -> None:
+        """Codes and outliers, then factors of what they left, then the sketch of what these left."""
+        assert self._factors
         shape = self.geometry.shape
         left = torch.empty(len(layers), b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
         for params, numbers in zip(layers, left, strict=True):

@@ -48,6 +48,18 @@ class Params(ctypes.Structure):
         ("unscaling", ctypes.c_float),
     )
 
+    def from_sequence(self, first: int, itemsize: int) -> "Params":
+        """The same for sequences from number `first` on, whose numbers have `itemsize` bytes."""
+        found = Params.from_buffer_copy(self)
+        strides = {"table": 4 * self.table_stride, "segment_ids": 4 * self.segment_stride, "lengths": 4, "offsets": 4}
+        for name, stride in strides.items():
+            if address := getattr(self, name):
+                setattr(found, name, address + first * stride)
+        for numbers in (found.prompt, found.ring):
+            if numbers.data:
+                numbers.data += first * numbers.sequence * itemsize
+        return found
+
 
 @functools.cache
 def layers_type(count: int) -> type[ctypes.Structure]:

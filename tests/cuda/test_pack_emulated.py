@@ -345,9 +345,12 @@ def test_prompts_with_factors(name, geometry, rope, monkeypatch):
         check_factors(codecs[0], got, wanted, table[i, first:4].long(), groups)
 
 
+@pytest.mark.parametrize("room", [pack_factors.ROOM, 1], ids=["together", "one-by-one"])
 @pytest.mark.parametrize("name, geometry, rope", FACTORS, ids=[side[0] for side in FACTORS])
-def test_steps_with_factors(name, geometry, rope, monkeypatch):
-    """Two layers, three sequences, of which two have a page that fills: it becomes a segment of its own."""
+def test_steps_with_factors(name, geometry, rope, room, monkeypatch):
+    """Two layers, three sequences, of which two have a page that fills: it becomes a segment of its own. There
+    is work space for all, or for one layer of one sequence."""
+    monkeypatch.setattr(pack_factors, "ROOM", room)
     packer, codecs, rotation = factorizing(geometry, rope, monkeypatch, layers=2)
     shape, window = geometry.shape, geometry.format.window
     full = window.sinks + window.recent + 2 * shape.t
