@@ -103,8 +103,8 @@ class Factors:
         self._kernels = {entry: module.kernel(entry) for entry in ENTRIES}
 
     def fit(self, others: int, pages: int) -> int:
-        """How many segments of so many pages have work space within ROOM, each for so many others (sequences, or layers);
-        at least one."""
+        """How many segments of so many pages have work space within ROOM, each for so many others (sequences or
+        layers); at least one."""
         shape = self.geometry.shape
         each = 4 * shape.h_kv * shape.d * (pages * shape.t + shape.d + 8)
         return max(1, ROOM // (each * max(others, 1)))
