@@ -1,4 +1,5 @@
-"""Two ideas for 1 to 3 bits, tried before they are built: codes of pairs of numbers, and error feedback along layers.
+"""Ideas for 1 to 3 bits, tried before they are built: codes of pairs of numbers, error feedback along layers, tokens
+of one size; and what centring earns.
 
     python -m benchmarks.joint_codes --model FOLDER --data CALIBRATION.txt --eval TEST.txt --out FILE.json
 
@@ -9,6 +10,9 @@ the loss's gradient (of a pair: of either number), one codebook for each layer, 
 single               2^b values
 pairs of neighbours  2^(2b) points, numbers 2i and 2i + 1 of a head
 rotary pairs         the same, numbers i and i + d/2
+not centred          single, channels keep their means and are divided by their root mean squares
+tokens of one size   single, every token of a head divided by its root mean square, a number more to be stored for each
+keys of one size     the same of keys alone
 feedback             single, each layer fitted to what the layers below it give when they are quantized already
 
 Reported are loss and KL on --tokens tokens of --eval, and the fit's own error, weighted, over the weighted variance.
@@ -39,7 +43,8 @@ from runtime.hf import AttendingCache, load_causal_lm
 from runtime.hf_model import rotary
 from runtime.rope import Rotation
 
-KINDS = ("single", "pairs of neighbours", "rotary pairs")
+JOINT = ("pairs of neighbours", "rotary pairs")
+KINDS = ("single", *JOINT, "not centred", "tokens of one size", "keys of one size")
 FEEDBACK = "feedback"
 ROUNDS, SAMPLE = 25, 1 << 16
 
@@ -54,7 +59,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     seen = samples(model, calibration)
     for bits in (1, 2, 3):
-        for kind in (*KINDS, FEEDBACK):
+        for kind in options.kinds:
             start = time.perf_counter()
             fits = with_feedback(model, calibration, seen, bits) if kind == FEEDBACK else fitted(seen, kind, bits)
             error = sum(fit.error for pair in fits for fit in pair) / sum(len(pair) for pair in fits)
@@ -83,9 +88,11 @@ class Fit:
 
     def __init__(self, x: Tensor, weight: Tensor, kind: str, bits: int):
         """x, weight: [n, h_kv, d]."""
-        self.kind, self.dims = kind, 1 if kind == "single" else 2
-        self.mean, self.deviation = x.mean(0), x.std(0).clamp_min(1e-6)
-        numbers, weights = self._split((x - self.mean) / self.deviation), self._split(weight * self.deviation.square())
+        self.kind, self.dims = kind, 2 if kind in JOINT else 1
+        self.mean = torch.zeros_like(x[0]) if kind == "not centred" else x.mean(0)
+        self.deviation = (x - self.mean).square().mean(0).sqrt().clamp_min(1e-6)
+        plain, size = self._plain(x)
+        numbers, weights = self._split(plain), self._split(weight * (self.deviation * size).square())
         found = [
             kmeans(numbers[:, h].flatten(0, 1), weights[:, h].flatten(0, 1), 1 << bits * self.dims)
             for h in range(x.shape[1])
@@ -106,13 +113,22 @@ class Fit:
         n, h = x.shape[:2]
         return (x.transpose(2, 3) if self.kind == "rotary pairs" else x).reshape(n, h, -1)
 
+    def _plain(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, h_kv, d] as it is coded, and the tokens' sizes [n, h_kv, 1]."""
+        plain = (x - self.mean) / self.deviation
+        if self.kind != "tokens of one size":
+            return plain, torch.ones_like(plain[..., :1])
+        size = plain.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
+        return plain / size, size
+
     def quantized(self, x: Tensor) -> Tensor:
         """[n, h_kv, d]: every number or pair becomes the nearest point."""
-        numbers = self._split((x - self.mean) / self.deviation)
+        plain, size = self._plain(x)
+        numbers = self._split(plain)
         chosen = [
             book[nearest(numbers[:, h].flatten(0, 1), book)].view_as(numbers[:, h]) for h, book in enumerate(self.books)
         ]
-        return self._join(torch.stack(chosen, 1)) * self.deviation + self.mean
+        return self._join(torch.stack(chosen, 1)) * size * self.deviation + self.mean
 
 
 def nearest(x: Tensor, book: Tensor) -> Tensor:
@@ -163,7 +179,8 @@ def samples(model: PreTrainedModel, calibration: Tensor) -> Seen:
 
 def fitted(seen: Seen, kind: str, bits: int) -> list[tuple[Fit, Fit]]:
     """Of every layer."""
-    return [(Fit(*key, kind, bits), Fit(*value, kind, bits)) for key, value in seen]
+    of_keys, of_values = ("tokens of one size", "single") if kind == "keys of one size" else (kind, kind)
+    return [(Fit(*key, of_keys, bits), Fit(*value, of_values, bits)) for key, value in seen]
 
 
 def with_feedback(model: PreTrainedModel, calibration: Tensor, seen: Seen, bits: int) -> list[tuple[Fit, Fit]]:
@@ -237,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", required=True, help="calibration text")
     parser.add_argument("--eval", required=True, help="evaluation text")
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, FEEDBACK], choices=[*KINDS, FEEDBACK])
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
