@@ -120,6 +120,8 @@ class PagedAttention:
         self._rope, self._inv_freq, functions = _of_rotation(rotation, min(key.format.t, value.format.t), self.device)
         self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
         self._functions = functions if self.by_bytes else None
+        if self.device.type == "cuda":  # kernels read these tables before they wait for the kernel before them
+            torch.cuda.current_stream(self.device).synchronize()
 
     @staticmethod
     def _device(device: torch.device | str | int) -> torch.device:
