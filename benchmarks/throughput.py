@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, numbers
-from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of, shown
+from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -44,13 +44,13 @@ class Row:
     batch: int
     bytes_each: int
     peak_bytes: int
-    step_us: float | None
+    step_us: float
     prompt_us: float
-    decode: float | None
-    total: float | None
+    decode: float
+    total: float
     batch_ratio: float = 1.0
-    decode_ratio: float | None = 1.0
-    total_ratio: float | None = 1.0
+    decode_ratio: float = 1.0
+    total_ratio: float = 1.0
 
 
 def median_of(work: Callable[[], None]) -> float:
@@ -65,7 +65,7 @@ def median_of(work: Callable[[], None]) -> float:
     return statistics.median(times[1:])
 
 
-def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float | None, float]:
+def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
     """Batch, bytes of a sequence, peak bytes, microseconds of a step and of a prompt."""
     found = fingerprint(decoder.model)
     each = 2 * found.l * (m + n) * found.h_kv * found.d * 2
@@ -83,7 +83,7 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
     return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt)
 
 
-def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float | None, float]:
+def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
     """As `fp16`, for a compressed cache."""
     bundle = bundle_of(decoder, name)
     each = bundle.geometry.cache_bytes(m + n, 2, m)
@@ -150,19 +150,15 @@ def main() -> None:
             b, each, peak, step, prompt = (
                 fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free)
             )
-            row = Row(shape, name, b, each, peak, None, prompt, None, None)
+            row = Row(shape, name, b, each, peak, step, prompt, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6)
             first = next((r for r in rows if r.shape == shape), row)
-            row.batch_ratio, row.decode_ratio, row.total_ratio = b / first.batch, None, None
-            if step is not None:
-                row.step_us, row.decode, row.total = step, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6
-                assert first.decode
-                assert first.total
-                row.decode_ratio, row.total_ratio = row.decode / first.decode, row.total / first.total
+            row.batch_ratio = b / first.batch
+            row.decode_ratio, row.total_ratio = row.decode / first.decode, row.total / first.total
             rows.append(row)
             print(
-                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {shown(row.step_us, 0)} us, "
-                f"{shown(row.decode, 0)} tokens/s ({shown(row.decode_ratio)}x), prompt {prompt:.0f} us, with prompts "
-                f"{shown(row.total, 0)} ({shown(row.total_ratio)}x), peak {peak * 1e-9:.1f} GB",
+                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {step:.0f} us, "
+                f"{row.decode:.0f} tokens/s ({row.decode_ratio:.2f}x), prompt {prompt:.0f} us, with prompts "
+                f"{row.total:.0f} ({row.total_ratio:.2f}x), peak {peak * 1e-9:.1f} GB",
                 file=sys.stderr,
                 flush=True,
             )
@@ -178,8 +174,8 @@ def show(rows: list[Row]) -> None:
         table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
     for r in rows:
         table.add_row(
-            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", shown(r.step_us, 0), shown(r.decode, 0),
-            shown(r.decode_ratio), shown(r.total, 0), shown(r.total_ratio),
+            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", f"{r.step_us:.0f}", f"{r.decode:.0f}",
+            f"{r.decode_ratio:.2f}", f"{r.total:.0f}", f"{r.total_ratio:.2f}",
         )  # fmt: skip
     Console(width=120).print(table)
 

@@ -32,9 +32,6 @@ inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b
 inline float2 __half22float2(__half2 a) { return {__half2float(a.x), __half2float(a.y)}; }
 inline __half2 __halves2half2(__half a, __half b) { return {a, b}; }
 inline __half2 __half2half2(__half a) { return {a, a}; }
-inline __half2 __low2half2(__half2 a) { return {a.x, a.x}; }
-inline __half2 __high2half2(__half2 a) { return {a.y, a.y}; }
-inline __half __hneg(__half a) { return __half(-__half2float(a)); }
 inline __half fused(__half a, __half b, __half c) {  // one rounding
     __half y;
     y.x = static_cast<_Float16>(static_cast<double>(a.x) * static_cast<double>(b.x) + static_cast<double>(c.x));

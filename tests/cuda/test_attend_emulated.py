@@ -242,10 +242,16 @@ def test_uniform_codes_by_bytes(bits):
 
 
 @pytest.mark.parametrize("g", [1, 4, 12])
-@pytest.mark.parametrize("share", [0.002, 0.06, 0.09, 0.15])
+@pytest.mark.parametrize("share", [0.002, 0.06, 0.09])
 def test_few_and_many_outliers(share, g):
     """Pages without any in a head, and lists longer than a warp reads ahead, or than bytes count."""
-    assert times_half(case(with_outliers(share), 2 * g), [300, 65, 310, 320]) < ALLOWED
+    check(case(with_outliers(share), 2 * g), [300, 65])
+
+
+@pytest.mark.parametrize("g", [4, 12])
+def test_more_outliers_than_fit_a_word_of_counts(g):
+    """15%, which no recipe has: 128 and more in a tile. Nearly every key is rounded as one with an outlier is."""
+    assert times_half(case(with_outliers(0.15), 2 * g), [300, 65, 310, 320]) < ALLOWED
 
 
 @pytest.mark.parametrize("g", [1, 4, 12])
