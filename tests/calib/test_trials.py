@@ -26,7 +26,7 @@ def test_means_are_weighted():
 def test_many_points_leave_every_number_in_its_place(kind):
     """More points than different pairs: next to nothing is lost, so what was split is joined as it was."""
     x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0)).repeat(8, 1, 1)
-    fit = joint_codes.Fit(x, torch.ones_like(x), kind, 6 if kind == "single" else 3)
+    fit = joint_codes.Fit(x, torch.ones_like(x), kind, 3 if kind in joint_codes.JOINT else 6)
     assert (fit.quantized(x) - x).abs().mean() < 0.05
     assert torch.equal(fit._join(fit._split(x)), x)
 
@@ -54,11 +54,11 @@ def test_joint_codes_of_a_model(saved_model, text_file, tmp_path, monkeypatch, c
     options = {"model": saved_model, "data": text_file, "eval": text_file, "device": "cpu", "out": tmp_path / "x.json"}
     options |= {"samples": 1, "seqlen": 96, "tokens": 96, "context": 96}
     rows = run(joint_codes, options, monkeypatch)["rows"]
-    assert len(rows) == 12
+    assert len(rows) == 21
     for kind in (*joint_codes.KINDS, joint_codes.FEEDBACK):
         assert rows[f"{kind}, 1"]["kl_mean"] > rows[f"{kind}, 3"]["kl_mean"] > 0
         assert rows[f"{kind}, 1"]["error"] > rows[f"{kind}, 3"]["error"] > 0
-    assert capfd.readouterr().out.count("\n|") == 13
+    assert capfd.readouterr().out.count("\n|") == 22
 
 
 def test_objectives_of_a_table(calib, saved_model, text_file, tmp_path, monkeypatch, capfd):
