@@ -135,11 +135,11 @@ struct BytePages {
 
     __device__ __forceinline__ void add_key_outliers(const PageList& list, const ByteFeed<C>& feed) {
         const unsigned* angles = reinterpret_cast<const unsigned*>(tables() + B::ANGLES);
-        Rounds(list, mine() + B::BUSY, at.lane).template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), [&](unsigned block, unsigned index, float correction) {
-            const float2 angle = __half22float2(as_half2(angles[block * 128 + (index / 8 * 4 | index % 4)]));
-            const float2* q = query.pairs(0) + (block % STEPS * 16 + (index / 2 & 14u | index & 1u));
+        Rounds<D>{list, at.lane}.template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), [&](unsigned tile, unsigned block, unsigned index, float correction) {
+            const float2 angle = __half22float2(as_half2(angles[tile * (128 * STEPS) + block * 128 + (index / 8 * 4 | index % 4)]));
+            const float2* q = query.pairs(0) + (block * 16 + (index / 2 & 14u | index & 1u));
             Part<int> part;
-            part.to = block / STEPS * TILE + (index / 16 & 14u | index / 2 & 1u);
+            part.to = tile * TILE + (index / 16 & 14u | index / 2 & 1u);
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 const float2 x = q[row * 2 * B::PAIRS];
@@ -260,10 +260,10 @@ struct BytePages {
     }
 
     __device__ __forceinline__ void add_value_outliers(const PageList& list, const ByteFeed<C>& feed) {
-        Rounds(list, mine() + B::BUSY, at.lane).template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), [&](unsigned block, unsigned index, float correction) {
-            const float* p = plain() + (block / STEPS * TILE + (index / 2 & 14u | index & 1u));
+        Rounds<D>{list, at.lane}.template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), [&](unsigned tile, unsigned block, unsigned index, float correction) {
+            const float* p = plain() + (tile * TILE + (index / 2 & 14u | index & 1u));
             Part<float> part;
-            part.to = block % STEPS * 16 + (index / 16 & 14u | index / 2 & 1u);
+            part.to = block * 16 + (index / 16 & 14u | index / 2 & 1u);
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) part.by[row] = p[row * T] * correction;
             return part;

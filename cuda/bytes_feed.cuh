@@ -7,13 +7,10 @@
 
 namespace signpost {
 
-// A list of outliers of one head's page: from `start` to `end` - 1 in the record. A lane's block of 256 numbers has `count` of them, from
-// the `first` one of the list on.
+// A list of outliers of one head's page: `total` from `start` on in the record; its tiles' lists begin with the outliers 0, second, third and last.
 struct PageList {
-    unsigned start, end;
-    int count, first;
-
-    __device__ __forceinline__ int total() const { return static_cast<int>(end - start); }
+    unsigned start;
+    int total, second, third, last;
 };
 
 // What a lane copies of every page of one side: where it lies from a page's or record's start on is the same for all pages.
@@ -72,13 +69,10 @@ struct ByteFeed {
         value_codes();
     }
 
-    static constexpr int COUNT_PIECES = B::BLOCKS / 16, PIECES = COUNT_PIECES + 2;
+    static constexpr int PIECES = B::DIRECTORY_BYTES / 16;
     static constexpr unsigned DIRECTORIES = 2 * B::DIRECTORY_BYTES;  // of a page
     static __device__ __forceinline__ int directory_piece(const Place<C>& place) {
-        const bool of_keys = place.lane < PIECES;
-        const int piece = of_keys ? place.lane : place.lane - PIECES;
-        if (piece < COUNT_PIECES) return (of_keys ? K::COUNT : V::COUNT) + place.head * B::BLOCKS + 16 * piece;
-        return (of_keys ? K::START : V::START) + (place.head + piece - COUNT_PIECES) * (B::TILES * 4);
+        return (place.lane < PIECES ? K::START : V::START) + (place.head + place.lane % PIECES) * (B::TILES * 4);
     }
 
     // Asks for the ids of 32 pages, if there are more.
@@ -115,20 +109,12 @@ struct ByteFeed {
             const unsigned char* directory = mine + B::DIRECTORIES + turn;
             if constexpr (K::SPARSE) read(directory, key_list);
             if constexpr (V::SPARSE) read(directory + B::DIRECTORY_BYTES, value_list);
-            unsigned sum = key_list.count + (value_list.count << 16);  // both at once: neither reaches 2^16
-#pragma unroll
-            for (int far = 1; far < 32; far *= 2) {
-                const unsigned before = __shfl_up_sync(~0u, sum, far);
-                sum += at.lane >= far ? before : 0u;
-            }
-            key_list.first = (sum & 65535u) - key_list.count;
-            value_list.first = (sum >> 16) - value_list.count;
         }
     }
     __device__ __forceinline__ void read(const unsigned char* directory, PageList& list) const {
-        list.count = at.lane < B::BLOCKS ? directory[at.lane] : 0;
-        list.start = *reinterpret_cast<const unsigned*>(directory + B::STARTS);
-        list.end = *reinterpret_cast<const unsigned*>(directory + B::ENDS);
+        const uint4 starts = *reinterpret_cast<const uint4*>(directory);
+        list.start = starts.x, list.total = static_cast<int>(*reinterpret_cast<const unsigned*>(directory + B::ENDS) - starts.x);
+        list.second = static_cast<int>(starts.y - starts.x), list.third = static_cast<int>(starts.z - starts.x), list.last = static_cast<int>(starts.w - starts.x);
     }
 
     // Waits for the values of the page at hand.
@@ -186,74 +172,62 @@ struct ByteFeed {
     // A page's list, from the piece in which it begins.
     template <typename S>
     __device__ __forceinline__ void outliers(const unsigned char* record, const unsigned char* directory, unsigned to_piece) const {
-        const unsigned start = *reinterpret_cast<const unsigned*>(directory + B::STARTS), behind = *reinterpret_cast<const unsigned*>(directory + B::ENDS);
+        const unsigned start = *reinterpret_cast<const unsigned*>(directory), behind = *reinterpret_cast<const unsigned*>(directory + B::ENDS);
         PageListPlace::copy<S>(record, start, behind - start > PageListPlace::MOST ? start : behind, to_piece, at.lane);  // too long for a copy: none
     }
 };
 
-// Goes through the outliers of a list, 32 at a time. A round's blocks begin where bits of a word are set: how many are set up to a lane says
-// which of the blocks that have outliers is the lane's.
+// Goes through the outliers of a list, 32 at a time.
+template <int D>
 struct Rounds {
     const PageList& list;
-    unsigned char* const busy;  // u8 [32], shared memory of the warp
     const int lane;
-    const unsigned upto;  // bits of the lanes up to this one
-    int passed;           // the last block that began in an earlier round
 
-    __device__ __forceinline__ Rounds(const PageList& of, unsigned char* memory, int l) : list(of), busy(memory), lane(l), upto((2u << l) - 1u), passed(-1) {
-        const unsigned some = __ballot_sync(~0u, list.count > 0);
-        if (list.count > 0) busy[__popc(some & upto) - 1] = static_cast<unsigned char>(lane);
-        __syncwarp();
-    }
+    // The tile of the i-th one.
+    __device__ __forceinline__ unsigned tile(int i) const { return (i >= list.second ? 1u : 0u) + (i >= list.third ? 1u : 0u) + (i >= list.last ? 1u : 0u); }
 
-    // N rounds, whose loads hide each other: first part(block, index, correction) of all, then add(whether there is one, its part), and
+    // N rounds, whose loads hide each other: first part(tile, block, index, correction) of all, then add(whether there is one, its part), and
     // for the rare ones that are not fine(whether there is one, its part), other(part).
     template <int N, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const __half* correction, P&& part, A&& add, F&& fine, O&& other) {
-        unsigned block[N], which[N];
-        float by[N];
+    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const unsigned short* correction, P&& part, A&& add, F&& fine, O&& other) const {
+        unsigned in_tile[N], which[N], by[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const unsigned into = list.first - (base + 32 * n);
-            const unsigned begins = __reduce_or_sync(~0u, list.count > 0 && into < 32u ? 1u << into : 0u);
-            const int i = min(base + 32 * n + lane, list.total() - 1);
-            which[n] = index[i], by[n] = __half2float(correction[i]);
-            block[n] = busy[passed + __popc(begins & upto)];
-            passed += __popc(begins);
+            const int i = min(base + 32 * n + lane, list.total - 1);
+            which[n] = index[i], by[n] = correction[i], in_tile[n] = tile(i);
         }
-        decltype(part(0u, 0u, 0.f)) parts[N];
+        decltype(part(0u, 0u, 0u, 0.f)) parts[N];
 #pragma unroll
-        for (int n = 0; n < N; ++n) parts[n] = part(block[n], which[n], by[n]);
+        for (int n = 0; n < N; ++n) parts[n] = part(in_tile[n], block_of<D>(by[n]), which[n], __half2float(__ushort_as_half(static_cast<unsigned short>(by[n]))));
 #pragma unroll
-        for (int n = 0; n < N; ++n) add(base + 32 * n + lane < list.total(), parts[n]);
+        for (int n = 0; n < N; ++n) add(base + 32 * n + lane < list.total, parts[n]);
         bool all_fine = true;
 #pragma unroll
-        for (int n = 0; n < N; ++n) all_fine = all_fine && fine(base + 32 * n + lane < list.total(), parts[n]);
+        for (int n = 0; n < N; ++n) all_fine = all_fine && fine(base + 32 * n + lane < list.total, parts[n]);
         if (!all_fine) {
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                if (base + 32 * n + lane < list.total()) other(parts[n]);
+                if (base + 32 * n + lane < list.total) other(parts[n]);
             }
         }
     }
 
     // staged: the copy of the list, if it is not too long for one.
     template <typename S, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, P&& part, A&& add, F&& fine, O&& other) {
-        const int total = list.total();
-        if (total <= PageListPlace::MOST) {
+    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, P&& part, A&& add, F&& fine, O&& other) const {
+        if (list.total <= PageListPlace::MOST) {
             const unsigned char* index = PageListPlace::indices(staged, list.start);
-            const __half* correction = PageListPlace::corrections(staged, list.start);
+            const unsigned short* correction = PageListPlace::corrections(staged, list.start);
             int base = 0;
 #pragma unroll 1
-            for (; base + 64 < total; base += 96) rounds<3>(base, index, correction, part, add, fine, other);
-            if (base + 32 < total) rounds<2>(base, index, correction, part, add, fine, other);
-            else if (base < total) rounds<1>(base, index, correction, part, add, fine, other);
+            for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, part, add, fine, other);
+            if (base + 32 < list.total) rounds<2>(base, index, correction, part, add, fine, other);
+            else if (base < list.total) rounds<1>(base, index, correction, part, add, fine, other);
         } else {
+            const unsigned char* index = record + S::INDEX + list.start;
+            const unsigned short* correction = reinterpret_cast<const unsigned short*>(record + S::CORRECTION) + list.start;
 #pragma unroll 1
-            for (int base = 0; base < total; base += 32) {
-                rounds<1>(base, record + S::INDEX + list.start, reinterpret_cast<const __half*>(record + S::CORRECTION) + list.start, part, add, fine, other);
-            }
+            for (int base = 0; base < list.total; base += 32) rounds<1>(base, index, correction, part, add, fine, other);
         }
         __syncwarp();
     }

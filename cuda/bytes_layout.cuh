@@ -40,8 +40,8 @@ struct PageListPlace {
     }
 
     static __device__ __forceinline__ const unsigned char* indices(const unsigned char* copied, unsigned start) { return copied + start % 16; }
-    static __device__ __forceinline__ const __half* corrections(const unsigned char* copied, unsigned start) {
-        return reinterpret_cast<const __half*>(copied + CORRECTIONS) + start % 8;
+    static __device__ __forceinline__ const unsigned short* corrections(const unsigned char* copied, unsigned start) {
+        return reinterpret_cast<const unsigned short*>(copied + CORRECTIONS) + start % 8;
     }
 };
 
@@ -54,8 +54,7 @@ struct ByteLayout {
     static constexpr int FAST = 2;                   // steps of channels whose keys are turned: the fastest pairs
     static constexpr int SLOW = (STEPS - FAST) / 2;  // products over 32 channels that functions of the token turn
     static constexpr int FUNCTIONS = 8;
-    static constexpr int BLOCKS = TILES * STEPS;     // of 256 numbers, of a page
-    static_assert((STEPS - FAST) % 2 == 0 && BLOCKS <= 32 && ROWS <= 2, "whole products, a block a lane, and columns for the bytes of all rows");
+    static_assert((STEPS - FAST) % 2 == 0 && TILES == 4 && ROWS <= 2, "whole products, a piece of tiles, and columns for the bytes of all rows");
 
     // Of the block, bytes from its start. What runtime/smooth.py made,
     static constexpr int WEIGHTS = 0;                                    // f32 W [TILES][32][4]: functions of a lane's tokens
@@ -80,9 +79,8 @@ struct ByteLayout {
     static constexpr int SCALE = VALUE_CODES + VALUE_BYTES, ZERO = SCALE + (SCALED ? 2 * T : 0);  // f16 [T]
     static constexpr int KEY_LIST = ZERO + (SCALED ? 2 * T : 0);
     static constexpr int VALUE_LIST = KEY_LIST + (K::SPARSE ? PageListPlace::BYTES : 0);
-    // directories of keys and of values, its own and the next page's: counts u8 [BLOCKS], and two pieces of 16 bytes that begin with
-    // where the list begins and where it ends,
-    static constexpr int STARTS = BLOCKS, ENDS = STARTS + 16, DIRECTORY_BYTES = ENDS + 16;
+    // directories of keys and of values, its own and the next page's: two pieces of 16 bytes, where its tiles' lists begin and, in front, where the last one ends,
+    static constexpr int ENDS = 16, DIRECTORY_BYTES = ENDS + 16;
     static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? PageListPlace::BYTES : 0);  // [2][keys, values]
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
     static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
@@ -93,8 +91,7 @@ struct ByteLayout {
     static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e]
     static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]
     static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);                               // s32 [ROWS][STEPS][r, upper]
-    static constexpr int BUSY = VALUE_SUMS + (V::SPARSE ? ROWS * D * 4 : 0);                                   // u8 [32]
-    static constexpr int WARP_BYTES = BUSY + (K::SPARSE || V::SPARSE ? 32 : 0);
+    static constexpr int WARP_BYTES = VALUE_SUMS + (V::SPARSE ? ROWS * D * 4 : 0);
     static_assert(WARP_BYTES % 16 == 0 && KEY_LIST % 16 == 0 && DIRECTORY_BYTES % 16 == 0, "pieces have 16 bytes");
 };
 

@@ -88,21 +88,15 @@ struct Packer {
             if constexpr (RANGES_KNOWN) dense.put_ends();
             lists.count();
         }
-        const auto rank = [&](float x, int head, int channel) { return A::BUNDLE ? sparse.excess(x, head, channel) : x; };
-        const auto again = [&](int i) { bring_back(i); };
-        bool cleared = false;
-        while (true) {
-            if (lists.find_starts()) {
-                lists.limit_blocks(again, rank);
-                cleared = true;
-            } else if (A::BUNDLE && lists.total() > P::SLOTS) {
-                lists.limit_page(again, rank);
-            } else {
-                break;
+        lists.find_starts();
+        if constexpr (A::BUNDLE) {
+            if (lists.total() > P::SLOTS) {
+                lists.limit_page([&](int i) { bring_back(i); }, [&](float x, int head, int channel) { return sparse.excess(x, head, channel); });
+                lists.find_starts();
             }
         }
         lists.write_table();
-        return RANGES_KNOWN && !cleared;
+        return RANGES_KNOWN;
     }
 
     // What codes leave of a number, and what codes and corrections leave.
@@ -112,7 +106,7 @@ struct Packer {
     }
     __device__ __forceinline__ float after_outliers(float x, int row, int head, int channel) const {
         if (!page.is_outlier(row, head, channel)) return after_codes(x, row, head, channel);
-        const float correction = widen(saturated(after_codes(x, row, head, channel)));
+        const float correction = widen(ending<A::D>(after_codes(x, row, head, channel), A::Order::step(A::Order::bit(row, head, channel))));
         if constexpr (!CODES) return sub(x, correction);
         return sub(x, add(decoded(x, row, head, channel), correction));
     }

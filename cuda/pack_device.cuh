@@ -4,6 +4,8 @@
 // Arithmetic is that of torch: every operation rounds to float by itself, none is contracted to a fused multiply-add.
 #pragma once
 
+#include "sides.cuh"
+
 namespace signpost {
 
 struct F16 {
@@ -172,6 +174,18 @@ __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& l
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }
 // To float16, beyond its range to its largest finite number.
 __device__ __forceinline__ F16 saturated(float x) { return narrow(fminf(fmaxf(x, -HALF_MAX), HALF_MAX)); }
+
+// A correction as lists have it: to float16, beyond its range to its largest finite number, and then to the number of the same sign, fewest places
+// away, whose lowest bits are the block's (runtime/parts/sparse.py).
+template <int D>
+__device__ __forceinline__ F16 ending(float x, int block) {
+    constexpr int STEP = 1 << block_bits<D>();
+    const F16 near = saturated(x);
+    const int above = min(max((near.bits & 0x7FFF) - block + STEP / 2, 0), 0x7BFF);
+    F16 y;
+    y.bits = static_cast<unsigned short>((above & -STEP) | block | (near.bits & 0x8000));
+    return y;
+}
 
 // Floats as unsigned numbers in the same order; both zeros are equal. Not for NaN.
 __device__ __forceinline__ unsigned ordered(float x) {

@@ -65,15 +65,14 @@ struct Lists {
         }
     }
 
-    // Where each list begins, from the counts. All threads; begins and ends with a barrier. Returns, the same in all CTAs, whether all
-    // numbers of some block are outliers.
-    __device__ __forceinline__ bool find_starts() {
+    // Where each list begins, from the counts. All threads; begins and ends with a barrier.
+    __device__ __forceinline__ void find_starts() {
         constexpr int EACH = (LISTS + A::THREADS - 1) / A::THREADS;
         page_sync();
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * EACH;
-        unsigned mine = 0, full = 0;
+        unsigned mine = 0;
         for (int i = first; i < first + EACH && i < LISTS; ++i) {
-            starts[i] = of_tile(i, full);
+            starts[i] = of_tile(i);
             mine += starts[i];
         }
         unsigned before = mine;  // and including
@@ -92,17 +91,15 @@ struct Lists {
             before += n;
         }
         if (first < LISTS && first + EACH >= LISTS) starts[LISTS] = before;
-        return __syncthreads_or(full != 0) != 0;
+        __syncthreads();
     }
-    // Outliers of a head's tile; full: is set if a block has no others.
-    __device__ __forceinline__ unsigned of_tile(int tile, unsigned& full) const {
+    // Outliers of a head's tile.
+    __device__ __forceinline__ unsigned of_tile(int tile) const {
         const unsigned* words = reinterpret_cast<const unsigned*>(counts) + tile * (STEPS / 2);
         unsigned sums = 0;  // of even and of odd blocks
 #pragma unroll
         for (int i = 0; i < STEPS / 2; ++i) {
-            const unsigned blocks = (words[i] & 0x00FF00FFu) + (words[i] >> 8 & 0x00FF00FFu);
-            full |= blocks & 0x01000100u;
-            sums += blocks;
+            sums += (words[i] & 0x00FF00FFu) + (words[i] >> 8 & 0x00FF00FFu);
         }
         return (sums & 0xFFFFu) + (sums >> 16);
     }
@@ -125,74 +122,6 @@ struct Lists {
     }
 
     // ---- limits: seldom needed, and slow ----
-
-    // Of a block all of whose 256 numbers are outliers, the least by rank(x, head, channel) is given up, of equal ones the first, since
-    // a count has to fit a byte. Each half's least number is left in its mask, all of whose bits are known to be set, for the other
-    // half to see. stage: brings the numbers of a slice. All threads of all CTAs; find_starts has to follow.
-    template <class Stage, class Rank>
-    __device__ __forceinline__ void limit_blocks(Stage stage, Rank rank) {
-        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            stage(i);
-            full_halves([&](int half) { mask_halves()[half] = least(half, rank); });
-            __syncthreads();
-        }
-        page_sync();
-        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            if constexpr (A::SLICES_PER_CTA > 1) page.turn_to(i);
-            full_halves([&](int half) {
-                uint4& mine = mask_halves()[half];
-                const uint4 other = PARTS == 2 ? *of_partner(&mine) : mask_halves()[half ^ 1];
-                mine.w = mine.x < other.x || (mine.x == other.x && mine.y < other.y) ? 1 : 0;
-            });
-        }
-        page_sync();
-        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            if constexpr (A::SLICES_PER_CTA > 1) page.turn_to(i);
-            full_halves([&](int half) {
-                const uint4 found = mask_halves()[half];
-                unsigned* words = page.mask + half * (HALF / 32);
-                for (int k = 0; k < HALF / 32; ++k) words[k] = ~0u;
-                if (found.w) words[found.z / 32] &= ~(1u << found.z % 32);
-            });
-        }
-        page_sync();
-        for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            if constexpr (A::SLICES_PER_CTA > 1) page.turn_to(i);
-            count();
-        }
-    }
-    // Calls act(half) for the halves of blocks all of whose numbers were outliers when they were counted.
-    template <class Act>
-    __device__ __forceinline__ void full_halves(Act act) const {
-        for (int half = threadIdx.x; half < page.heads * Order::BLOCKS * (2 / PARTS); half += A::THREADS) {
-            const unsigned char* both = counts + 2 * page_block(half / (2 / PARTS));
-            if (both[0] + both[1] == BLOCK) act(half);
-        }
-    }
-    // Of half a block: size of the least number, as bits of a float; its index in the block; its bit in the half.
-    template <class Rank>
-    __device__ __forceinline__ uint4 least(int half, Rank rank) const {
-        uint4 found;
-        found.w = 0;
-#pragma unroll 1
-        for (int i = 0; i < HALF; ++i) {
-            const int bit = half * HALF + i;
-            const Number n = Order::number(bit);
-            const unsigned size = as_word(fabsf(rank(page.number_at(n.row, n.head, n.channel), n.head, n.channel)));
-            if (i > 0 && size >= found.x) continue;
-            found.x = size;
-            found.y = Order::index(bit, A::part(page.slice));
-            found.z = i;
-        }
-        return found;
-    }
-    // The same place in the mask of the slice that has the other half of this one's tile.
-    template <typename N>
-    __device__ __forceinline__ N* of_partner(N* mine) const {
-        const int slices = A::part(page.slice) ? -A::HEAD_SLICES : A::HEAD_SLICES;
-        if constexpr (P::CLUSTER) return remote(mine, page.slice + slices);
-        return mine + slices * (A::MASK_WORDS * 4 / static_cast<int>(sizeof(N)));
-    }
 
     // Of more than SLOTS outliers beyond the bundle's bounds, keeps those that exceed them most; of equal ones the first by token,
     // head and channel. The SLOTS-th is found bit by bit. stage, rank: as above. find_starts has to follow.
@@ -237,12 +166,11 @@ struct Lists {
 
     // ---- lists ----
 
-    // Where lists begin, counts, and zeros where the last list ends. Any thread of any CTA writes some.
+    // Where lists begin, and zeros where the last list ends. Any thread of any CTA writes some.
     __device__ __forceinline__ void write_table() {
         unsigned char* record = page.record();
         const int first = page.rank * A::THREADS + threadIdx.x, step = P::CTAS * A::THREADS;
         for (int i = first; i <= LISTS; i += step) reinterpret_cast<unsigned*>(record + S::START)[i] = starts[i];
-        for (int i = first; i < A::H * A::BLOCKS; i += step) record[S::COUNT + i] = counts[2 * i] + counts[2 * i + 1];
         for (int i = total() + first; i < P::SLOTS; i += step) {
             record[S::INDEX + i] = 0;
             reinterpret_cast<unsigned short*>(record + S::CORRECTION)[i] = 0;
@@ -288,7 +216,15 @@ struct Lists {
     __device__ __forceinline__ void write_one(int bit, unsigned place, Left left) {
         const Number x = Order::number(bit);
         page.record()[S::INDEX + place] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
-        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = saturated(left(page.number_at(x.row, x.head, x.channel), x.row, x.head, x.channel));
+        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(page.number_at(x.row, x.head, x.channel), x.row, x.head, x.channel), Order::step(bit));
+    }
+
+    // The same place in the mask of the slice that has the other half of this one's tile.
+    template <typename N>
+    __device__ __forceinline__ N* of_partner(N* mine) const {
+        const int slices = A::part(page.slice) ? -A::HEAD_SLICES : A::HEAD_SLICES;
+        if constexpr (P::CLUSTER) return remote(mine, page.slice + slices);
+        return mine + slices * (A::MASK_WORDS * 4 / static_cast<int>(sizeof(N)));
     }
 
     // Where the list goes on with a word of the mask; between: see partners_before.

@@ -55,7 +55,9 @@ struct SliceOrder {
         x.channel = (VALUES ? step * 16 + own / (FAR / 2) : step * 8 + own % 4 * 2) + channels_on(place);
         return x;
     }
-    // Index of a number in its block, from its bit.
+    // A number's block in its tile, from its bit.
+    static __device__ __forceinline__ int step(int bit) { return bit / 8 / LANES % STEPS; }
+    // Its index in the block.
     static __device__ __forceinline__ int index(int bit, int part) { return lane(bit / 8 % LANES, part) * 8 + bit % 8; }
 };
 

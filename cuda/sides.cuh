@@ -6,7 +6,7 @@
 //   BANDED          bits of all bands of a head, whose codes take the place of dense ones; 0: no banded part
 //   SCALES          how codes are scaled; SCALE_TOKENS x SCALE_CHANNELS numbers share a scale; SCALE, ZERO: offsets,
 //                   in the layer's record if SCALE_IN_RECORD, else in the head's page
-//   SPARSE          1: START (u32 [h_kv T / 16 + 1]), COUNT (u8 [h_kv][T D / 256]), INDEX (u8), CORRECTION (f16) in the record
+//   SPARSE          1: START (u32 [h_kv T / 16 + 1]), INDEX (u8), CORRECTION (f16; its lowest bits are the block) in the record
 //   RANK            of the factors, 0: none. LEFT (f16 [T][RANK], head's page), SEGMENT (u32, record), RIGHT (f16 [D][RANK], segment)
 //   SKETCH          sign bits per token and head, 0: none. SIGNS (u32 [T][SKETCH / 32]), NORMS (f16 [T]) in the head's page;
 //                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c
@@ -29,5 +29,13 @@ enum class Scales {
 };
 
 constexpr int TILE = 16;  // tokens that a warp takes at once
+
+// Lowest bits of a correction that are its block (artifacts/parts/sparse.py: block_bits).
+template <int D>
+constexpr int block_bits() {
+    int bits = 0;
+    while (1 << bits < D / 16) ++bits;
+    return bits;
+}
 
 }  // namespace signpost

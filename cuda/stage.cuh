@@ -43,10 +43,10 @@ struct Stage {
     static constexpr int OUTLIER_SIGNS = NORMS + (S::SKETCH ? NORM_BYTES : 0);
     static constexpr int OUTLIER_NORMS = OUTLIER_SIGNS + OUTLIER_SIGN_BYTES;
     static constexpr int DIRECTORY = OUTLIER_NORMS + (S::OUTLIER_SKETCH ? NORM_BYTES : 0);  // of outliers, see sparse.cuh
-    static constexpr int SEGMENT = DIRECTORY + (S::SPARSE ? Directory<D>::BYTES : 0);
+    static constexpr int SEGMENT = DIRECTORY + (S::SPARSE ? Directory::BYTES : 0);
     static constexpr int BYTES = SEGMENT + (S::RANK ? 16 : 0);
     static constexpr int PIECES = DIRECTORY / 16;
-    static constexpr int COUNT_WORDS = S::SPARSE ? D / 64 : 0, LIST_WORDS = S::SPARSE ? COUNT_WORDS + 1 : 0, WORDS = LIST_WORDS + (S::RANK ? 1 : 0);
+    static constexpr int LIST_WORDS = S::SPARSE ? 2 : 0, WORDS = LIST_WORDS + (S::RANK ? 1 : 0);
     static_assert(BYTES % 16 == 0 && DIRECTORY % 16 == 0 && CODE_BYTES % 16 == 0 && SCALE_BYTES % 16 == 0, "pieces have 16 bytes");
 
     // Piece q of a part of tile `tile` of a page.
@@ -78,13 +78,10 @@ struct Stage {
 
     // Word w of what lists and factors need, in the record, and where it goes.
     static __device__ __forceinline__ int word(int w, int tile, int head) {
-        const int list = head * (S::T / TILE) + tile;
-        if (w < COUNT_WORDS) return S::COUNT + list * (D / 16) + w * 4;
-        if (w < LIST_WORDS) return S::START + list * 4;
-        return S::SEGMENT;
+        return w < LIST_WORDS ? S::START + (head * (S::T / TILE) + tile + w) * 4 : S::SEGMENT;
     }
     static __device__ __forceinline__ int word_to(int w) { return w < LIST_WORDS ? DIRECTORY + w * 4 : SEGMENT; }
-    static_assert(!S::SPARSE || Directory<D>::START == COUNT_WORDS * 4, "a directory's words follow each other");
+    static_assert(Directory::START == 0 && Directory::END == 4, "a directory's words follow each other");
 };
 
 // Copies one side's tiles of a warp to its ring, a batch of units after the other. Page ids are loaded two times 32 ahead, one a lane,
@@ -167,7 +164,7 @@ struct Feed {
                 const unsigned id = __shfl_sync(~0u, now, taken + u);
                 if (lane < WORDS && u < left) {
                     copy_async<4>(start + word_to, records + (static_cast<unsigned long long>(id) * S::RECORD_BYTES + word_from));
-                    if (S::SPARSE && lane == u * SideStage::WORDS) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory<L::D>::ID) = id;
+                    if (S::SPARSE && lane == u * SideStage::WORDS) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
                 }
             }
             unit += BATCH * L::HOP;

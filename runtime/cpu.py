@@ -28,7 +28,7 @@ from artifacts.order import (
     word_order,
 )
 from artifacts.parts import Dense
-from artifacts.parts.sparse import BLOCK
+from artifacts.parts.sparse import BLOCK, block_bits
 from runtime.codec import PagePool
 from runtime.cpu_sketch import SketchReader
 from runtime.parts import rotate
@@ -60,6 +60,7 @@ class Pages(NamedTuple):
     scale_places             uint32 [rows * columns], where scales stand
     outlier_places           uint32 [256], where the numbers of a tile's first block of outliers stand; those of the
                              next stand `outlier_step` further on
+    block_mask               lowest bits of an outlier's correction: its block
     widths                   uint8 [h_kv, bands], bits of each band; empty where all codes are equally wide
     band_values              float32 [h_kv, bands, codes], their codebooks
     band_lanes, band_places  uint32 [16] and [5, 32], as `lanes` and `places` for the codes of a band of each width
@@ -83,7 +84,6 @@ class Pages(NamedTuple):
     scales: int
     zeros: int
     starts: int
-    counts: int
     indices: int
     corrections: int
     factors: NDArray[np.uint8]
@@ -96,6 +96,7 @@ class Pages(NamedTuple):
     scale_places: NDArray[np.uint32]
     outlier_places: NDArray[np.uint32]
     outlier_step: int
+    block_mask: int
     widths: NDArray[np.uint8]
     band_values: NDArray[np.float32]
     band_lanes: NDArray[np.uint32]
@@ -132,7 +133,6 @@ class Pages(NamedTuple):
             scales=offset("scale"),
             zeros=offset("zero"),
             starts=offset("start"),
-            counts=offset("count"),
             indices=offset("index"),
             corrections=offset("correction"),
             factors=pool.segments.numpy(),
@@ -145,6 +145,7 @@ class Pages(NamedTuple):
             scale_places=_scale_places(part, shape) if part and not from_bundle else _NO_PLACES,
             outlier_places=fragment_order(TILE, shape.d, shape.side)[:BLOCK].astype(np.uint32),
             outlier_step=8 if shape.side == "key" else 16,
+            block_mask=(1 << block_bits(shape.d)) - 1,
             widths=tables["widths"].numpy() if banded else _NO_WIDTHS,
             band_values=signposts(tables).numpy() if banded else _NO_BOOKS,
             band_lanes=band_lanes,
@@ -427,17 +428,15 @@ def _rescale(tile: Any, scale: Any, zero: Any, channels: int) -> None:
 def _correct(pages: Any, page: int, head: int, tile: Any) -> None:
     """Adds the outliers' corrections of one head's page."""
     t, d = tile.shape
-    tiles, blocks = t // TILE, d * TILE // BLOCK
+    tiles, mask, step = t // TILE, np.uint32(pages.block_mask), np.uint32(pages.outlier_step)
     numbers, record, places, half = tile.reshape(-1), pages.records[page], pages.outlier_places, pages.half
-    counts = record[pages.counts + head * tiles * blocks : pages.counts + (head + 1) * tiles * blocks]
-    begin = np.int64(record[pages.starts : pages.counts].view(np.uint32)[head * tiles])
+    starts = record[pages.starts : pages.indices].view(np.uint32)[head * tiles :]
     indices, corrections = record[pages.indices :], record[pages.corrections :].view(np.uint16)
     for j in range(tiles):
-        for block in range(blocks):
-            first, count = np.uint32(j * TILE * d + block * pages.outlier_step), np.int64(counts[j * blocks + block])
-            for slot in range(begin, begin + count):
-                numbers[first + places[indices[slot]]] += half[corrections[slot]]
-            begin += count
+        for slot in range(np.int64(starts[j]), np.int64(starts[j + 1])):
+            correction = corrections[slot]
+            first = np.uint32(j * TILE * d) + (np.uint32(correction) & mask) * step
+            numbers[first + places[indices[slot]]] += half[correction]
 
 
 @njit(cache=True)

@@ -67,7 +67,6 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
         "SCALE_IN_RECORD": in_record("scale"),
         "SPARSE": int(sparse is not None),
         "START": offset("start"),
-        "COUNT": offset("count"),
         "INDEX": offset("index"),
         "CORRECTION": offset("correction"),
         "RANK": fmt.lowrank.rank if fmt.lowrank else 0,

@@ -1,11 +1,12 @@
 """`sparse`: outliers, kept as float16 corrections on top of the dense part: `x = dense + correction`.
 
-An outlier's correction is exact to float16 (relative 2**-11 of the correction), so parts stay a plain sum and a kernel
-adds its outliers without knowing their codes. Outliers of all kv heads of a page share one list, sorted by head and
-position (`artifacts.order.fragment_order`), so a head that is rich in outliers borrows from one that is poor. A
-position is (tile of 16 tokens, block of 256 numbers, index in the block): 3 bytes an outlier, 1 byte a block, 4 bytes a
-tile. A block is what a warp's matrix instruction takes at once, the index says where in it. Sources: KVQuant
-(dense-and-sparse, per vector and per matrix), GEAR (filter).
+A kernel adds its outliers without knowing their codes, so parts stay a plain sum. Outliers of all kv heads of a page
+share one list, sorted by head and position (`artifacts.order.fragment_order`), so a head that is rich in outliers
+borrows from one that is poor. A position is (tile of 16 tokens, block of 256 numbers, index in the block): 4 bytes a
+tile say where its list begins, a byte of an outlier is its index, and the lowest bits of its correction are the block:
+of all float16 numbers that end so the nearest one is stored (`block_bits`; 3 bits for 128 channels, so that it is off
+by 2**-8 of itself at most). That is 3 bytes an outlier, and a reader need not look for its block. A block is what a
+warp's matrix instruction takes at once. Sources: KVQuant (dense-and-sparse, per vector and per matrix), GEAR (filter).
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from artifacts.fields import Field, PageShape, TensorSpec
 from artifacts.order import TILE
 
 BLOCK = 256  # numbers per block: an index fits one byte
-BLOCK_LIMIT = 255  # outliers per block: the count fits one byte
+BLOCK_BITS_LIMIT = 4  # of a correction, which has eleven significant ones
+
+
+def block_bits(d: int) -> int:
+    """Lowest bits of a correction that say which of its tile's blocks an outlier belongs to."""
+    return (TILE * d // BLOCK - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class Sparse:
                 f"head dimension {shape.d} is not a multiple of {BLOCK // TILE}: tiles of {TILE} tokens need whole "
                 f"blocks of {BLOCK} numbers to list outliers"
             )
+        if block_bits(shape.d) > BLOCK_BITS_LIMIT:
+            raise FormatError(
+                f"head dimension {shape.d} is too large to list outliers: a tile of {TILE} tokens may have "
+                f"{1 << BLOCK_BITS_LIMIT} blocks of {BLOCK} numbers, which is head dimension "
+                f"{(BLOCK << BLOCK_BITS_LIMIT) // TILE}; leave the sparse part out"
+            )
 
     def per_end(self, shape: PageShape) -> int:
         """Outliers at each end of one vector (a token's h_kv * d numbers, a channel's t), for online thresholds."""
@@ -75,12 +87,10 @@ class Sparse:
         return min(shape.numbers, ceil(self.capacity * self.fraction * shape.numbers))
 
     def page_fields(self, shape: PageShape) -> tuple[Field, ...]:
-        """start: where the list of each head and tile begins, and the end; count: outliers per block of each head;
-        index, correction: lists."""
+        """start: where the list of each head and tile begins, and the end; index, correction: lists."""
         n = self.slots(shape)
         return (
             Field("start", "uint32", (shape.h_kv * shape.t // TILE + 1,), "layer"),
-            Field("count", "uint8", (shape.h_kv, shape.t * shape.d // BLOCK), "layer"),
             Field("index", "uint8", (n,), "layer"),
             Field("correction", "float16", (n,), "layer"),
         )

@@ -6,8 +6,10 @@ from torch import Tensor
 from artifacts.fields import PageShape
 from artifacts.order import TILE, fragment_order
 from artifacts.parts import Sparse
-from artifacts.parts.sparse import BLOCK, BLOCK_LIMIT
+from artifacts.parts.sparse import BLOCK, block_bits
 from runtime.parts.dense import HALF_MAX
+
+HALF_BITS = 0x7BFF  # the largest finite float16
 
 
 def select(part: Sparse, shape: PageShape, x: Tensor, tables: dict[str, Tensor]) -> Tensor:
@@ -15,14 +17,11 @@ def select(part: Sparse, shape: PageShape, x: Tensor, tables: dict[str, Tensor])
     if part.thresholds == "online":
         per_end = part.per_end(shape)
         if part.axis == "token":
-            mask = _extremes(x.flatten(2), per_end).view_as(x)
-        else:
-            mask = _extremes(x.movedim(1, -1), per_end).movedim(-1, 1)
-        return _limit_blocks(mask, x, shape)
+            return _extremes(x.flatten(2), per_end).view_as(x)
+        return _extremes(x.movedim(1, -1), per_end).movedim(-1, 1)
     lower, upper = tables["lower"], tables["upper"]
     excess = torch.maximum(lower - x, x - upper) / (0.5 * (upper - lower)).clamp_min(torch.finfo(torch.float32).tiny)
-    mask = _limit_blocks((x < lower) | (x > upper), excess, shape)
-    return _limit_pages(mask, excess, part.slots(shape))
+    return _limit_pages((x < lower) | (x > upper), excess, part.slots(shape))
 
 
 def encode(
@@ -30,7 +29,7 @@ def encode(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Stores `residual` (float32 [p, t, h_kv, d], what the parts before left) where the mask `outliers` is set.
 
-    Corrections beyond float16 saturate at its largest finite number.
+    Corrections beyond float16 saturate at its largest finite number that ends with their block.
     """
     p, n = residual.shape[0], part.slots(shape)
     mask = _listed(outliers, shape)
@@ -39,31 +38,44 @@ def encode(
     start = torch.nn.functional.pad(per_tile.cumsum(-1), (1, 0))
     slot = torch.arange(page.numel(), device=page.device) - (start[:, -1].cumsum(0) - start[:, -1])[page]
     numbers = _listed(residual, shape)[page, position]
-    half = numbers.clamp(-HALF_MAX, HALF_MAX).half()
+    half = _ending(numbers.clamp(-HALF_MAX, HALF_MAX).half(), position // BLOCK % _blocks(shape), shape)
     index = torch.zeros(p, n, dtype=torch.uint8, device=residual.device)
     correction = torch.zeros(p, n, dtype=torch.float16, device=residual.device)
     index[page, slot] = (position % BLOCK).to(torch.uint8)
     correction[page, slot] = half
-    count = mask.view(p, shape.h_kv, -1, BLOCK).sum(-1).to(torch.uint8)
     approximation = torch.zeros_like(mask, dtype=torch.float32)
     approximation[page, position] = half.float()
-    fields = {"start": start.to(torch.int32), "count": count, "index": index, "correction": correction}
+    fields = {"start": start.to(torch.int32), "index": index, "correction": correction}
     return fields, _by_token(approximation, shape)
 
 
 def decode(part: Sparse, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
     """Corrections as numbers float32 [p, t, h_kv, d], zero where there is no outlier."""
-    count = fields["count"].flatten(1).long()  # [p, blocks of all heads]
-    p, blocks = count.shape
-    ends = count.cumsum(-1)
-    slots = torch.arange(fields["index"].shape[1], device=count.device).expand(p, -1)
+    ends, blocks = fields["start"][:, 1:].long(), _blocks(shape)  # [p, tiles of all heads]
+    p, tiles = ends.shape
+    slots = torch.arange(fields["index"].shape[1], device=ends.device).expand(p, -1)
     used = slots < ends[:, -1:]
-    block = torch.searchsorted(ends, slots.contiguous(), right=True).clamp_max(blocks - 1)
-    position = block * BLOCK + fields["index"].long()
-    out = torch.zeros(p, blocks * BLOCK, device=count.device)
-    page = torch.arange(p, device=count.device)[:, None].expand_as(position)
+    tile = torch.searchsorted(ends, slots.contiguous(), right=True).clamp_max(tiles - 1)
+    block = fields["correction"].view(torch.int16).long() & ((1 << block_bits(shape.d)) - 1)
+    position = (tile * blocks + block) * BLOCK + fields["index"].long()
+    out = torch.zeros(p, tiles * blocks * BLOCK, device=ends.device)
+    page = torch.arange(p, device=ends.device)[:, None].expand_as(position)
     out[page[used], position[used]] = fields["correction"][used].float()
     return _by_token(out, shape)
+
+
+def _blocks(shape: PageShape) -> int:
+    """Of a tile."""
+    return TILE * shape.d // BLOCK
+
+
+def _ending(half: Tensor, block: Tensor, shape: PageShape) -> Tensor:
+    """For each finite float16 number that of the same sign whose lowest bits are its block's number and which is fewest
+    places away; of two that are as near the larger."""
+    step = 1 << block_bits(shape.d)
+    bits = half.view(torch.int16).int()
+    above = ((bits & 0x7FFF) - block.int() + step // 2).clamp(0, HALF_BITS)
+    return (above - above % step | block.int() | bits & 0x8000).to(torch.int16).view(torch.float16)
 
 
 def _listed(x: Tensor, shape: PageShape) -> Tensor:
@@ -87,17 +99,6 @@ def _extremes(x: Tensor, per_end: int) -> Tensor:
     order = x.sort(dim=-1, stable=True).indices
     chosen = torch.cat([order[..., :per_end], order[..., max(per_end, x.shape[-1] - per_end) :]], -1)
     return torch.zeros(x.shape, dtype=torch.bool, device=x.device).scatter_(-1, chosen, True)
-
-
-def _limit_blocks(mask: Tensor, rank: Tensor, shape: PageShape) -> Tensor:
-    """Clears one number (the least by `rank`) of each block in which all 256 are set: a count has to fit one byte."""
-    blocks = _listed(mask, shape).view(mask.shape[0], -1, BLOCK)
-    full = blocks.sum(-1) > BLOCK_LIMIT
-    if not full.any():
-        return mask
-    least = _listed(rank.abs(), shape).view(blocks.shape).argmin(-1, keepdim=True)
-    blocks = blocks.scatter(-1, least, blocks.gather(-1, least) & ~full[..., None])
-    return _by_token(blocks.flatten(1), shape)
 
 
 def _limit_pages(mask: Tensor, excess: Tensor, slots: int) -> Tensor:

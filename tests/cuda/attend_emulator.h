@@ -28,6 +28,11 @@ static_assert(sizeof(__half2) == 4, "a register");
 
 inline float __half2float(__half a) { return static_cast<float>(a.x); }
 inline __half __float2half_rn(float a) { return __half(a); }
+inline __half __ushort_as_half(unsigned short bits) {
+    __half x;
+    std::memcpy(&x, &bits, 2);
+    return x;
+}
 inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }
 inline float2 __half22float2(__half2 a) { return {__half2float(a.x), __half2float(a.y)}; }
 inline __half2 __halves2half2(__half a, __half b) { return {a, b}; }

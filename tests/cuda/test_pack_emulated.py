@@ -82,7 +82,7 @@ class Emulated:
 
 
 # What the first kernel packs of formats with factors.
-PACKED = ("codes", "band_codes", "scale", "zero", "start", "count", "index", "correction")
+PACKED = ("codes", "band_codes", "scale", "zero", "start", "index", "correction")
 
 
 def loose(geometry: PageGeometry) -> list[str]:

@@ -36,3 +36,18 @@ def outside(x: Array, lower: Array, upper: Array, slots: int) -> Mask:
     for at in ranked[:slots]:
         kept[at] = True
     return kept
+
+
+def corrections(x: Array, block: NDArray[np.int64], d: int) -> NDArray[np.float16]:
+    """Of the finite float16 numbers of the same sign whose lowest bits are an outlier's block, the one that is fewest
+    places from x rounded to float16; of two that are as near the larger. As many bits as number the d / 16 blocks."""
+    step = 1
+    while step < d // 16:
+        step *= 2
+    found = []
+    for number, ending in zip(np.clip(x, -65504, 65504).astype(np.float16), block, strict=True):
+        options = np.arange(ending, 0x7C00, step)
+        distance = np.abs(options - int(np.abs(number).view(np.uint16)))
+        nearest = options[distance == distance.min()].max()
+        found.append(np.copysign(np.uint16(nearest).view(np.float16), number))
+    return np.array(found, np.float16)

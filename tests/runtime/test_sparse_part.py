@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from artifacts import PageShape, Sparse
-from artifacts.parts.sparse import BLOCK
+from artifacts.errors import FormatError
+from artifacts.parts.sparse import BLOCK, block_bits
 from runtime.parts import sparse
 from tests.formats import SIDES, cache_numbers, random_tensors
 from tests.oracles import order
-from tests.oracles.sparse import online, outside
+from tests.oracles.sparse import corrections, online, outside
 
 SMALL = PageShape(16, 2, 16, "key")  # two blocks of 256 numbers, one for each head
 WITH_OUTLIERS = [side for side in SIDES if side[1].sparse]
@@ -70,8 +71,7 @@ def test_thresholds_themselves_are_no_outliers(x, lower, upper):
     part = Sparse(0.25, "matrix", "bundle", capacity=4)  # room for every number
     mask = select(part, x, lower=[[lower]], upper=[[upper]])
     expected = (x < lower) | (x > upper)
-    full = expected.all((0, 2))  # a head is one block
-    np.testing.assert_array_equal(mask[:, ~full], expected[:, ~full])
+    np.testing.assert_array_equal(mask, expected)
 
 
 def test_a_threshold_that_is_the_largest_number():
@@ -113,36 +113,8 @@ def test_channels_without_range_come_first():
     assert np.argwhere(mask).tolist() == [[token, 1, 5] for token in range(6)]
 
 
-def check_full_blocks(part, x, everything, **tables):
-    """Selection from x takes `everything` but the least number of each of the first two heads' full blocks."""
-    mask = select(part, x, **tables)
-    lost = np.argwhere(everything & ~mask)
-    assert not (mask & ~everything).any()
-    assert lost[:, 1].tolist() in ([0, 1], [1, 0])
-    for place in lost:
-        assert abs(x[tuple(place)]) == np.abs(x[:, place[1]]).min()
-    fields, approximation = encode(part, x, mask)
-    assert fields["count"].max() == BLOCK - 1
-    np.testing.assert_array_equal(decode(part, fields, PageShape(*x.shape, "key")), approximation)
-
-
-def test_a_block_of_outliers_alone_loses_the_least():
-    """A count has to fit one byte."""
-    x = np.random.default_rng(0).permutation(16 * 2 * 16).reshape(16, 2, 16).astype(np.float32) + 2
-    part = Sparse(0.25, "matrix", "bundle", capacity=4)
-    check_full_blocks(part, x, np.ones(x.shape, bool), lower=[[-1.0]], upper=[[1.0]])
-
-
-def test_a_block_of_online_outliers_alone_loses_the_least():
-    """A quarter of the 128 channels of a token are two whole heads."""
-    x = np.random.default_rng(0).uniform(-0.1, 0.1, (16, 8, 16)).astype(np.float32)
-    x[:, 0] = np.linspace(5, 6, 16 * 16).reshape(16, 16)
-    x[:, 1] = -x[:, 0]
-    check_full_blocks(Sparse(0.25, "token", "online"), x, np.abs(x) > 1)
-
-
 @pytest.mark.parametrize("name, fmt, h_kv, d, side", WITH_OUTLIERS, ids=[side[0] for side in WITH_OUTLIERS])
-def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d, side):
+def test_lists_are_sorted_and_near(name, fmt, h_kv, d, side):
     part, shape = fmt.sparse, PageShape(fmt.t, h_kv, d, side)
     x = cache_numbers((fmt.t, h_kv, d), 1)
     mask = select(part, x, **random_tensors(fmt, h_kv, d, 0))
@@ -155,10 +127,12 @@ def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d, side):
     assert used > 0
     per_tile = listed.reshape(-1, 16 * d).sum(-1)
     np.testing.assert_array_equal(fields["start"], np.cumsum([0, *per_tile]))
-    np.testing.assert_array_equal(fields["count"], listed.reshape(h_kv, -1, BLOCK).sum(-1))
     np.testing.assert_array_equal(fields["index"][:used], position % BLOCK)
-    np.testing.assert_array_equal(fields["correction"][:used], order.listed(x, side)[listed].astype(np.float16))
-    np.testing.assert_array_equal(approximation, np.where(mask, x.astype(np.float16), 0))
+    stored = corrections(order.listed(x, side)[listed], position // BLOCK % (d // 16), d)
+    np.testing.assert_array_equal(fields["correction"][:used].view(np.uint16), stored.view(np.uint16))
+    step = 2.0 ** block_bits(d)
+    assert (np.abs(approximation - x) <= (0.5 * step + 0.5) * np.maximum(2.0**-10 * np.abs(x), 2.0**-24))[mask].all()
+    assert not approximation[~mask].any()
     np.testing.assert_array_equal(decode(part, fields, shape), approximation)
 
 
@@ -166,23 +140,52 @@ def test_lists_are_sorted_and_exact_to_float16(name, fmt, h_kv, d, side):
     st.sampled_from([16, 48]),
     st.sampled_from([16, 64, 96, 128]),
     st.sampled_from(["key", "value"]),
-    st.floats(0, 0.3),
+    st.floats(0, 1),
     st.integers(0, 99),
 )
-def test_positions_rise_and_starts_agree_with_counts(t, d, side, share, seed):
-    """Any reader may begin at any tile: its list ends where the next one's begins, and goes up within each block."""
+def test_positions_rise_from_where_tiles_start(t, d, side, share, seed):
+    """Any reader may begin at any tile: its list ends where the next one's begins, and goes up."""
     shape, rng = PageShape(t, 3, d, side), np.random.default_rng(seed)
     x, mask = rng.normal(size=(t, 3, d)).astype(np.float32), rng.random((t, 3, d)) < share
     part = Sparse(0.25, "matrix", "bundle", capacity=4)
     fields, approximation = encode(part, x, mask, side)
-    counts = fields["count"].reshape(3 * t // 16, d // 16).astype(int)
-    np.testing.assert_array_equal(np.diff(fields["start"].astype(int)), counts.sum(-1))
-    assert fields["start"][-1] == mask.sum()
-    block = np.repeat(np.arange(counts.size), counts.reshape(-1))
-    position = block * BLOCK + fields["index"][: block.size]
+    counts = np.diff(fields["start"].astype(int))
+    np.testing.assert_array_equal(counts, order.listed(mask, side).reshape(-1, 16 * d).sum(-1))
+    block = fields["correction"][: mask.sum()].view(np.uint16) % (1 << block_bits(d))
+    position = np.repeat(np.arange(counts.size), counts) * (16 * d) + block * BLOCK + fields["index"][: mask.sum()]
     assert (np.diff(position) > 0).all()
     np.testing.assert_array_equal(decode(part, fields, shape), approximation)
-    np.testing.assert_array_equal(approximation, np.where(mask, x.astype(np.float16), 0))
+    assert not approximation[~mask].any()
+
+
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 256])
+def test_corrections_of_every_size(d):
+    """Every float16 number in some block, the smallest and the largest in each."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    blocks = d // 16
+    x = np.zeros((16, -(-halves.size // (8 * d)), d), np.float32)
+    x.reshape(-1)[: 2 * halves.size] = np.concatenate([halves, -halves])
+    for shift in range(blocks) if blocks <= 4 else (0, blocks - 1):
+        shifted = np.roll(x, 16 * shift, -1)
+        fields, approximation = encode(
+            Sparse(0.25, "matrix", "bundle", capacity=4), shifted, np.ones(x.shape, bool), "value"
+        )
+        listed = order.listed(shifted, "value").reshape(-1)
+        block = np.arange(listed.size) // BLOCK % blocks
+        some = np.random.default_rng(0).permutation(listed.size)[:500]
+        some = np.concatenate(
+            [some, np.argsort(np.abs(listed))[: 8 * blocks], np.argsort(np.abs(listed))[-8 * blocks :]]
+        )
+        expected = corrections(listed[some], block[some], d)
+        np.testing.assert_array_equal(
+            fields["correction"][some].view(np.uint16) & 0x7FFF, expected.view(np.uint16) & 0x7FFF
+        )
+        assert np.isfinite(approximation).all()
+
+
+def test_tiles_of_more_blocks_than_a_correction_can_tell():
+    with pytest.raises(FormatError, match=r"head dimension 512 .* head dimension 256"):
+        Sparse(0.01, "token", "online").check(PageShape(64, 1, 512, "value"))
 
 
 def test_unused_slots_are_never_read():
@@ -199,7 +202,6 @@ def test_a_page_without_outliers():
         Sparse(0.01, "matrix", "bundle"), cache_numbers((16, 2, 16), 1), np.zeros((16, 2, 16), bool)
     )
     assert not fields["start"].any()
-    assert not fields["count"].any()
     assert not approximation.any()
     assert not decode(Sparse(0.01, "matrix", "bundle"), fields, SMALL).any()
 
@@ -208,5 +210,9 @@ def test_corrections_beyond_float16_saturate():
     x = np.zeros((16, 2, 16), np.float32)
     x[3, 0, 4], x[3, 1, 4] = 1e30, -65519
     _, approximation = encode(Sparse(0.01, "matrix", "bundle"), x, x != 0)
-    assert approximation[3, 0, 4] == 65504
+    assert approximation[3, 0, 4] == 65504  # one block: no bits say which
     assert approximation[3, 1, 4] == -65504
+    wide = np.zeros((16, 1, 128), np.float32)
+    wide[3, 0, ::16] = 1e30
+    _, approximation = encode(Sparse(0.01, "matrix", "bundle"), wide, wide != 0, "value")
+    assert approximation[3, 0, ::16].tolist() == [65504 - 32 * (7 - block) for block in range(8)]
