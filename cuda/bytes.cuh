@@ -135,8 +135,8 @@ struct BytePages {
 
     __device__ __forceinline__ void add_key_outliers(const PageList& list, const ByteFeed<C>& feed) {
         const unsigned* angles = reinterpret_cast<const unsigned*>(tables() + B::ANGLES);
-        Rounds<D>{list, at.lane}.template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), [&](unsigned tile, unsigned block, unsigned index, float correction) {
-            const float2 angle = __half22float2(as_half2(angles[tile * (128 * STEPS) + block * 128 + (index / 8 * 4 | index % 4)]));
+        Rounds<D>{list, at.lane}.template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), at.head, [&](unsigned tile, unsigned block, unsigned index, float correction) {
+            const float2 angle = __half22float2(as_half2(angles[tile * (128 * STEPS) + block * 128 + (index / 2 & ~3u | index & 3u)]));
             const float2* q = query.pairs(0) + (block * 16 + (index / 2 & 14u | index & 1u));
             Part<int> part;
             part.to = tile * TILE + (index / 16 & 14u | index / 2 & 1u);
@@ -260,7 +260,7 @@ struct BytePages {
     }
 
     __device__ __forceinline__ void add_value_outliers(const PageList& list, const ByteFeed<C>& feed) {
-        Rounds<D>{list, at.lane}.template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), [&](unsigned tile, unsigned block, unsigned index, float correction) {
+        Rounds<D>{list, at.lane}.template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), at.head, [&](unsigned tile, unsigned block, unsigned index, float correction) {
             const float* p = plain() + (tile * TILE + (index / 2 & 14u | index & 1u));
             Part<float> part;
             part.to = block * 16 + (index / 16 & 14u | index / 2 & 1u);

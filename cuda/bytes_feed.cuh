@@ -7,10 +7,22 @@
 
 namespace signpost {
 
-// A list of outliers of one head's page: `total` from `start` on in the record; its tiles' lists begin with the outliers 0, second, third and last.
+// A list of outliers of one head's page: `total` from `start` on in the record. `tiles`: of all tiles but the first, ten bits each, 512 less the number of
+// the outlier with which its list begins. So what is added an outlier's number three times has a highest bit for each of them that has begun. Not of
+// lists too long for a copy.
 struct PageList {
-    unsigned start;
-    int total, second, third, last;
+    unsigned start, tiles;
+    int total;
+
+    __device__ __forceinline__ PageList() : start(0), tiles(0), total(0) {}
+    // starts: of the tiles' lists; end: of the last one.
+    __device__ __forceinline__ PageList(const uint4& starts, unsigned end)
+        : start(starts.x), tiles((512u + starts.x - starts.y) + (512u + starts.x - starts.z) * 1024u + (512u + starts.x - starts.w) * (1024u * 1024u)), total(static_cast<int>(end - starts.x)) {
+        static_assert(PageListPlace::MOST < 512, "ten bits");
+    }
+
+    // The tile of outlier i.
+    __device__ __forceinline__ unsigned tile(int i) const { return __popc(static_cast<unsigned>(i) * 0x00100401u + tiles & 0x20080200u); }
 };
 
 // What a lane copies of every page of one side: where it lies from a page's or record's start on is the same for all pages.
@@ -112,9 +124,7 @@ struct ByteFeed {
         }
     }
     __device__ __forceinline__ void read(const unsigned char* directory, PageList& list) const {
-        const uint4 starts = *reinterpret_cast<const uint4*>(directory);
-        list.start = starts.x, list.total = static_cast<int>(*reinterpret_cast<const unsigned*>(directory + B::ENDS) - starts.x);
-        list.second = static_cast<int>(starts.y - starts.x), list.third = static_cast<int>(starts.z - starts.x), list.last = static_cast<int>(starts.w - starts.x);
+        list = {*reinterpret_cast<const uint4*>(directory), *reinterpret_cast<const unsigned*>(directory + B::ENDS)};
     }
 
     // Waits for the values of the page at hand.
@@ -183,13 +193,10 @@ struct Rounds {
     const PageList& list;
     const int lane;
 
-    // The tile of the i-th one.
-    __device__ __forceinline__ unsigned tile(int i) const { return (i >= list.second ? 1u : 0u) + (i >= list.third ? 1u : 0u) + (i >= list.last ? 1u : 0u); }
-
     // N rounds, whose loads hide each other: first part(tile, block, index, correction) of all, then add(whether there is one, its part), and
-    // for the rare ones that are not fine(whether there is one, its part), other(part).
-    template <int N, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const unsigned short* correction, P&& part, A&& add, F&& fine, O&& other) const {
+    // for the rare ones that are not fine(whether there is one, its part), other(part). tile(i): of the i-th outlier.
+    template <int N, typename T, typename P, typename A, typename F, typename O>
+    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const unsigned short* correction, T&& tile, P&& part, A&& add, F&& fine, O&& other) const {
         unsigned in_tile[N], which[N], by[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -212,22 +219,28 @@ struct Rounds {
         }
     }
 
-    // staged: the copy of the list, if it is not too long for one.
+    // staged: the copy of the list, if it is not too long for one; else `record` has it, that of head `head`.
     template <typename S, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, P&& part, A&& add, F&& fine, O&& other) const {
+    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, int head, P&& part, A&& add, F&& fine, O&& other) const {
         if (list.total <= PageListPlace::MOST) {
             const unsigned char* index = PageListPlace::indices(staged, list.start);
             const unsigned short* correction = PageListPlace::corrections(staged, list.start);
+            const auto tile = [&](int i) { return list.tile(i); };
             int base = 0;
 #pragma unroll 1
-            for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, part, add, fine, other);
-            if (base + 32 < list.total) rounds<2>(base, index, correction, part, add, fine, other);
-            else if (base < list.total) rounds<1>(base, index, correction, part, add, fine, other);
+            for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, tile, part, add, fine, other);
+            if (base + 32 < list.total) rounds<2>(base, index, correction, tile, part, add, fine, other);
+            else if (base < list.total) rounds<1>(base, index, correction, tile, part, add, fine, other);
         } else {
             const unsigned char* index = record + S::INDEX + list.start;
             const unsigned short* correction = reinterpret_cast<const unsigned short*>(record + S::CORRECTION) + list.start;
+            const unsigned* starts = reinterpret_cast<const unsigned*>(record + S::START) + 4 * head;
+            const auto tile = [&](int i) {
+                const unsigned at = list.start + i;
+                return (at >= starts[1] ? 1u : 0u) + (at >= starts[2] ? 1u : 0u) + (at >= starts[3] ? 1u : 0u);
+            };
 #pragma unroll 1
-            for (int base = 0; base < list.total; base += 32) rounds<1>(base, index, correction, part, add, fine, other);
+            for (int base = 0; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, fine, other);
         }
         __syncwarp();
     }
