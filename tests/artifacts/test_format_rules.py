@@ -151,7 +151,7 @@ def test_refused(name):
 @pytest.mark.parametrize("sparse", [None, Sparse(0.01, "token", "online")])
 def test_absent_parts_store_nothing(sparse):
     names = {field.name for field in Format(64, TOKEN, sparse).page_fields(SHAPE)}
-    assert names == {"codes", "scale", "zero"} | ({"start", "count", "index", "correction"} if sparse else set())
+    assert names == {"codes", "scale", "zero"} | ({"start", "index", "correction"} if sparse else set())
 
 
 @given(layer_formats())
