@@ -43,18 +43,23 @@ struct Attend {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         prepare();
         await_predecessor();
-        // Of sequences, one a lane; asked for beside what the line reads.
-        int length = at.lane < at.params.b ? at.params.lengths[at.lane] : 0, offset = at.lane < at.params.b ? at.params.offsets[at.lane] : 0;
-        const Line<C> line(at.params, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
-        if (blockIdx.x >= line.blocks) return;
         const AttendParams& params = at.params;
+        // Of 32 sequences, one a lane.
+        auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
+        int length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
+        const Line<C> line(params, length, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
+        if (blockIdx.x >= line.blocks) return;
         const long long first = line.begin(blockIdx.x), last = line.begin(blockIdx.x + 1);
         long long base = 0;
-        for (int chunk = 0; chunk < params.b && base < last; chunk += 32) {
-            if (chunk) {
-                const bool there = chunk + at.lane < params.b;
-                length = there ? params.lengths[chunk + at.lane] : 0, offset = there ? params.offsets[chunk + at.lane] : 0;
-            }
+        int chunk = 0;
+        for (; chunk + 32 < params.b; chunk += 32) {  // whole chunks are others'
+            const int next = numbers(params.lengths, chunk + 32), units = __reduce_add_sync(~0u, L::units(length - params.m));
+            const long long end = base + static_cast<long long>(units) * line.all_weights + 32ll * line.rest * params.h_kv;
+            if (end > first) break;
+            base = end, length = next;
+        }
+        if (chunk) offset = numbers(params.offsets, chunk);
+        for (; chunk < params.b && base < last; chunk += 32, length = numbers(params.lengths, chunk), offset = numbers(params.offsets, chunk)) {
             const int units = L::units(length - params.m);
             for (int i = 0; i < min(32, params.b - chunk) && base < last; ++i) {
                 const int count = __shfl_sync(~0u, units, i);
@@ -96,7 +101,7 @@ struct Attend {
             const int weight = line.weight_of(h);
             const long long next = base + static_cast<long long>(count) * weight + line.rest;
             auto unit = [&](long long x) {
-                const long long from = line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - base) / weight)) : x - base;
+                const long long from = line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - base) * reciprocal(weight))) : x - base;
                 return static_cast<int>(min(max(from, 0ll), static_cast<long long>(count)));
             };
             if (next > first) {
@@ -136,6 +141,7 @@ struct Attend {
             byte_pages.run(feed, softmax);
         } else {
             constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
+            if (last) exact.ask(exact_from());
             Flow<true, true> flow(at, from, to);
             __syncthreads();  // as above
             if constexpr (!RING_NEEDED) flow.start();
@@ -182,8 +188,9 @@ struct Attend {
         if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) units<true, false>(at.value_units, at.key_units);
         // Who took pages in turn, and had one less of them, goes first.
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
-        exact.tokens(K::SINKS + max(at.key_units, at.value_units) * T, idle);
+        exact.tokens(exact_from(), idle);
     }
+    __device__ __forceinline__ int exact_from() const { return K::SINKS + max(at.key_units, at.value_units) * T; }
 
     // ---- pages ----
 

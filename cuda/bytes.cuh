@@ -72,16 +72,15 @@ struct BytePages {
             query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
-            scores();
+            scores(i);
             feed.keys_done();
             feed.open_values();
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
             add_values();
             feed.values_done();
-            const bool last = i + 1 == feed.count;
-            if (V::SPARSE && ((i + 1) % PAGES_OF_VALUES == 0 || last)) take_value_outliers();
-            if ((i + 1) % PAGES_OF_SUMS == 0 || last) take_sums();
         }
+        take_sums();
+        if constexpr (V::SPARSE) take_value_outliers();
         copy_wait<0>();
         leave(softmax);
     }
@@ -109,8 +108,8 @@ struct BytePages {
 
     // ---- keys ----
 
-    // Scores of the page's tokens, and from them probabilities.
-    __device__ __forceinline__ void scores() {
+    // Scores of the tokens of the warp's i-th page, and from them probabilities.
+    __device__ __forceinline__ void scores(int i) {
         float score[ROWS][2];
         keys.scores(query, score);
 #pragma unroll
@@ -122,7 +121,7 @@ struct BytePages {
                 outliers = make_int2(0, 0);
             }
         }
-        soften(score);
+        soften(score, i);
         __syncwarp();
     }
 
@@ -158,8 +157,9 @@ struct BytePages {
     // ---- softmax ----
 
     // Scores to probabilities relative to the running maximum, that of score plus log of the value's scale: so what multiplies codes is at
-    // most two.
-    __device__ __forceinline__ void soften(const float (&score)[ROWS][2]) {
+    // most two. Before the maximum is raised, and before they might overflow, whole sums go to the output: here alone, since the loop over pages
+    // hardly fits the instruction cache.
+    __device__ __forceinline__ void soften(const float (&score)[ROWS][2], int i) {
         float scale[2], zero[2], whole[ROWS][2];  // of the lane's tokens, r and r + 8 of tile c
         bool over = false;
 #pragma unroll
@@ -177,7 +177,10 @@ struct BytePages {
                 over |= whole[row][u] - maximum[row] > 1.f;  // the difference, as it is used below: a sum might be rounded up
             }
         }
-        if (__any_sync(~0u, over)) raise(whole);
+        over = __any_sync(~0u, over);
+        if (over || i % PAGES_OF_SUMS == 0) take_sums();
+        if (V::SPARSE && (over || i % PAGES_OF_VALUES == 0)) take_value_outliers();
+        if (over) raise(whole);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -190,15 +193,13 @@ struct BytePages {
                 unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
-                if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p;
+                if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p * VALUE_UNITS;
             }
         }
     }
 
     // New maxima for all rows.
     __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
-        take_sums();
-        if constexpr (V::SPARSE) take_value_outliers();
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
@@ -270,18 +271,18 @@ struct BytePages {
         }, [&](bool there, const Part<float>& part) {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const bool fits = fabsf(part.by[row]) <= MOST_VALUE;
-                if (there) atomicAdd(value_sums() + row * D + part.to, __float2int_rn(fits ? part.by[row] * VALUE_UNITS : 0.f));
+                const bool fits = fabsf(part.by[row]) <= MOST_VALUE * VALUE_UNITS;
+                if (there) atomicAdd(value_sums() + row * D + part.to, __float2int_rn(fits ? part.by[row] : 0.f));
             }
         }, [&](bool there, const Part<float>& part) {
             bool fits = true;
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) fits = fits && fabsf(part.by[row]) <= MOST_VALUE;
+            for (int row = 0; row < ROWS; ++row) fits = fits && fabsf(part.by[row]) <= MOST_VALUE * VALUE_UNITS;
             return !there || fits;
         }, [&](const Part<float>& part) {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                if (fabsf(part.by[row]) > MOST_VALUE) atomicAdd(out() + row * D + part.to, part.by[row]);
+                if (fabsf(part.by[row]) > MOST_VALUE * VALUE_UNITS) atomicAdd(out() + row * D + part.to, part.by[row] * (1.f / VALUE_UNITS));
             }
         });
     }

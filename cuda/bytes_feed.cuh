@@ -229,8 +229,8 @@ struct Rounds {
             int base = 0;
 #pragma unroll 1
             for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, tile, part, add, fine, other);
-            if (base + 32 < list.total) rounds<2>(base, index, correction, tile, part, add, fine, other);
-            else if (base < list.total) rounds<1>(base, index, correction, tile, part, add, fine, other);
+#pragma unroll 1
+            for (; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, fine, other);  // what two at once would save, their code costs
         } else {
             const unsigned char* index = record + S::INDEX + list.start;
             const unsigned short* correction = reinterpret_cast<const unsigned short*>(record + S::CORRECTION) + list.start;

@@ -40,14 +40,15 @@ struct ByteKeys {
     // Once a head, after a barrier; another one follows.
     __device__ __forceinline__ void fold() const {
         Query::fold(at, tables());
-        if (at.warp > 0) return;
-        uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + at.lane;
-        uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + at.lane;
+        if (at.warp >= B::FAST) return;  // a warp a step
+        uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + 32 * at.warp + at.lane;
+        uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + 64 * at.warp + at.lane;
         const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
-        FastTurn::load(
-            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, 0, at.r, at.c,
+        using Step = Turn<K, D, 1>;
+        Step::load(
+            [&](int token, int pair) { return angles[token * 16 + pair]; }, 0, at.warp, at.r, at.c,
             [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; }, [&](int channel) { return at.floats(L::KEY_ZERO)[channel]; },
-            [&](int s, const Turns& by, const uint4& zeros) { zero_keys[s * 32] = zeros, turns[64 * s] = by.own, turns[64 * s + 32] = by.other; });
+            [&](int, const typename Step::Factors& by, const uint4& zeros) { *zero_keys = zeros, turns[0] = by.own, turns[32] = by.other; });
     }
 
     // Once a stretch of a head.

@@ -18,12 +18,35 @@ struct Exact {
     const Query<C>& query;
     Softmax<C>& softmax;
 
-    // A token's vector. Tokens behind the sinks go round in the window.
-    template <typename S>
-    __device__ __forceinline__ const Model* vector(const SideParams& side, int token) const {
-        const long long row = token < S::SINKS ? static_cast<long long>(at.sequence) * S::SINKS + token
-                                               : static_cast<long long>(at.sequence) * side.capacity + (token - S::SINKS) % side.capacity;
-        return static_cast<const Model*>(token < S::SINKS ? side.sinks : side.window) + (row * at.params.h_kv + at.head) * D;
+    // Where exact tokens of a side are. Those behind the sinks go round in the window, which holds all of them.
+    template <bool KEY>
+    struct Vectors {
+        static constexpr int SINKS = KEY ? K::SINKS : V::SINKS;
+        const Place<C>& at;
+        const SideParams& side;
+        int capacity, begin;  // number of the token with which the window's last round began before any of them
+
+        __device__ __forceinline__ explicit Vectors(const Place<C>& place)
+            : at(place), side(KEY ? at.params.key : at.params.value), capacity(rolled(static_cast<int>(side.capacity))) {  // nothing of it is kept meanwhile
+            const unsigned packed = (KEY ? at.key_units : at.value_units) * L::T;
+            begin = SINKS + static_cast<int>(packed - packed % static_cast<unsigned>(capacity));
+        }
+        __device__ __forceinline__ const Model* operator()(int token) const {
+            const int on = token - begin;
+            const long long row = token < SINKS ? static_cast<long long>(at.sequence) * SINKS + token : static_cast<long long>(at.sequence) * capacity + (on < capacity ? on : on - capacity);
+            return static_cast<const Model*>(token < SINKS ? side.sinks : side.window) + (row * at.params.h_kv + at.head) * D;
+        }
+    };
+    // Asks for what `tokens` will read, so that it is near by then. All threads.
+    __device__ __forceinline__ void ask(int first) const {
+        constexpr int LINES = D * static_cast<int>(sizeof(Model)) / 128;
+        const int sinks = max(0, min(K::SINKS, at.length)), count = sinks + max(0, at.length - first);
+        const Vectors<true> keys(at);
+        const Vectors<false> values(at);
+        for (int i = threadIdx.x; i < 2 * LINES * count; i += L::THREADS) {
+            const int n = i / (2 * LINES), token = n < sinks ? n : first + n - sinks, line = i % LINES * (128 / static_cast<int>(sizeof(Model)));
+            prefetch((i / LINES % 2 ? values(token) : keys(token)) + line);
+        }
     }
     // Numbers of the model as halves.
     static __device__ __forceinline__ unsigned pair_of(const Model* from) {
@@ -35,8 +58,9 @@ struct Exact {
     // Scores of tokens token ... token + 15; those from `end` on are read as the one before it and masked by the caller.
     __device__ __forceinline__ void scores(int token, int end, float (&score)[NT][4]) const {
         fill<L>(score, 0.f);
-        const Model* low = vector<K>(at.params.key, min(token + at.r, end - 1));
-        const Model* high = vector<K>(at.params.key, min(token + at.r + 8, end - 1));
+        const Vectors<true> keys(at);
+        const Model* low = keys(min(token + at.r, end - 1));
+        const Model* high = keys(min(token + at.r + 8, end - 1));
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const int from = 8 * s + 2 * at.c;
@@ -47,9 +71,10 @@ struct Exact {
 
     // Adds their values times probabilities b.
     __device__ __forceinline__ void add_values(int token, int end, const unsigned (&b)[NT][2]) {
+        const Vectors<false> values(at);
         const Model* from[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) from[e] = vector<V>(at.params.value, min(token + 2 * at.c + e % 2 + e / 2 * 8, end - 1));
+        for (int e = 0; e < 4; ++e) from[e] = values(min(token + 2 * at.c + e % 2 + e / 2 * 8, end - 1));
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
             const int low = 16 * at.step(u) + at.r, high = low + 8;

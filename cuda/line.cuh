@@ -28,18 +28,24 @@ struct Line {
     int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
     bool weighed;
     long long total;
+    double share;  // of a block, of the line
 
-    // All threads of a block, one barrier if pages are weighed. memory: shared, int [WARPS][HEADS] for a moment.
-    __device__ __forceinline__ Line(const AttendParams& p, int warp, int lane, int* memory) : params(p), weight(1), before(0), all_weights(p.h_kv) {
+    // All threads of a block, one barrier if pages are weighed. length: of sequence `lane`, 0 if there is none. memory: shared, int [WARPS][HEADS] for a
+    // moment.
+    __device__ __forceinline__ Line(const AttendParams& p, int length, int warp, int lane, int* memory) : params(p), weight(1), before(0), all_weights(p.h_kv) {
+        // What does not depend on lengths, while they are on their way.
+        const long long heads = static_cast<long long>(params.b) * params.h_kv;
+        const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
+        const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
         long long units = 0;  // of one head
-        for (int i = lane; i < params.b; i += 32) units += packed(i);
+        for (int i = lane + 32; i < params.b; i += 32) units += packed(i);
+        units += L::units(length - params.m);
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
-        const long long heads = static_cast<long long>(params.b) * params.h_kv, pages = units * params.h_kv;
-        const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
+        const long long pages = units * params.h_kv;
         // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
-        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT;
+        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? of_aligned : of_all;
         weighed = OUTLIERS && !fewer && heads <= grid && params.h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
         if (weighed) weigh(warp, lane, memory);
         total = units * all_weights + heads * rest;
@@ -52,12 +58,15 @@ struct Line {
     __device__ __forceinline__ int weight_of(int head) const { return weighed ? __shfl_sync(~0u, weight, head) : 1; }
     __device__ __forceinline__ int before_of(int head) const { return weighed ? __shfl_sync(~0u, before, head) : head; }
 
-    // Where a block's stretch of the line begins. Doubles, because 64-bit division takes long: all blocks find the same.
-    __device__ __forceinline__ long long begin(int block) const { return static_cast<long long>(static_cast<double>(total) * block / blocks); }
+    // Where a block's stretch of the line begins. All blocks find the same; where lines are aligned, exactly where a head begins.
+    __device__ __forceinline__ long long begin(int block) const {
+        constexpr double LESS_THAN_A_BLOCK = 1e-4;  // of a unit; but more than what rounding takes
+        return block == blocks ? total : static_cast<long long>(static_cast<double>(total) * block * share + LESS_THAN_A_BLOCK);
+    }
 
     // The last head of a sequence with `count` units that does not begin behind `x`, counted from where the sequence begins.
     __device__ __forceinline__ int head_at(long long x, int count, int lane) const {
-        if (!weighed) return x <= 0 ? 0 : min(params.h_kv - 1, static_cast<int>(static_cast<double>(x) / (count + rest)));
+        if (!weighed) return x <= 0 ? 0 : min(params.h_kv - 1, static_cast<int>(static_cast<double>(x) * reciprocal(count + rest) + 1e-9));
         const bool begun = lane < params.h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
         return max(0, __popc(__ballot_sync(~0u, begun)) - 1);
     }

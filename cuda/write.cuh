@@ -36,9 +36,9 @@ struct Writer {
         const long long sequence = blockIdx.x, row = params.h_kv * PIECES;
         await_predecessor();
         release_successor();
-        const long long token = params.lengths[sequence] - params.m + static_cast<int>(blockIdx.y), behind = token - SINKS;
+        const int token = params.lengths[sequence] - params.m + static_cast<int>(blockIdx.y), behind = token - SINKS;
         if (token < 0) return;  // a sequence of nobody
-        uint4* to = behind < 0 ? side.sinks + (sequence * SINKS + token) * row : side.window + (sequence * side.capacity + behind % side.capacity) * row;
+        uint4* to = behind < 0 ? side.sinks + (sequence * SINKS + token) * row : side.window + (sequence * side.capacity + behind % static_cast<int>(side.capacity)) * row;
         const uint4* from = side.from + sequence * side.sequence + blockIdx.y * side.token;
         for (int i = threadIdx.x; i < row; i += blockDim.x) to[i] = from[i / PIECES * side.head + i % PIECES];
     }

@@ -203,6 +203,8 @@ uint2 load_table2(unsigned at) {
 }
 inline int rolled(int x) { return x; }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline double reciprocal(double x) { return 1.0 / x; }
+inline void prefetch(const void*) {}
 inline float log2_fast(float x) { return std::log2(x); }
 inline void group_barrier(int id, int threads) {
     emulator::Barrier& barrier = emulator::current->block->groups[id];

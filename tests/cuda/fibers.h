@@ -297,6 +297,12 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
     for (int i = 0; i < 32; ++i) all |= values[i];
     return static_cast<unsigned>(all);
 }
+inline int __reduce_add_sync(unsigned, int x) {
+    const uint64_t* values = emulator::exchange(static_cast<unsigned>(x));
+    unsigned sum = 0;
+    for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(values[i]);
+    return static_cast<int>(sum);
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {

@@ -223,6 +223,11 @@ def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
     check(case(formats, 2 * g), [1, 66, 330, 130])
 
 
+def test_more_sequences_than_lanes():
+    """The line of units goes through them 32 at a time, and passes over those that are all other blocks'."""
+    check(case(kivi(2), 2), [1, 66, 5, 130, 64, 3, 200] * 10)
+
+
 WEIGHED = [64 * 200 + 70]  # so many pages a block that looking at some of them is worth while
 
 
