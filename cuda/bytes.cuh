@@ -72,15 +72,16 @@ struct BytePages {
             query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
-            scores(i);
+            scores();
             feed.keys_done();
             feed.open_values();
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
             add_values();
             feed.values_done();
+            const bool last = i + 1 == feed.count;
+            if (V::SPARSE && ((i + 1) % PAGES_OF_VALUES == 0 || last)) take_value_outliers();
+            if ((i + 1) % PAGES_OF_SUMS == 0 || last) take_sums();
         }
-        take_sums();
-        if constexpr (V::SPARSE) take_value_outliers();
         copy_wait<0>();
         leave(softmax);
     }
@@ -108,8 +109,8 @@ struct BytePages {
 
     // ---- keys ----
 
-    // Scores of the tokens of the warp's i-th page, and from them probabilities.
-    __device__ __forceinline__ void scores(int i) {
+    // Scores of the page's tokens, and from them probabilities.
+    __device__ __forceinline__ void scores() {
         float score[ROWS][2];
         keys.scores(query, score);
 #pragma unroll
@@ -121,7 +122,7 @@ struct BytePages {
                 outliers = make_int2(0, 0);
             }
         }
-        soften(score, i);
+        soften(score);
         __syncwarp();
     }
 
@@ -157,9 +158,8 @@ struct BytePages {
     // ---- softmax ----
 
     // Scores to probabilities relative to the running maximum, that of score plus log of the value's scale: so what multiplies codes is at
-    // most two. Before the maximum is raised, and before they might overflow, whole sums go to the output: here alone, since the loop over pages
-    // hardly fits the instruction cache.
-    __device__ __forceinline__ void soften(const float (&score)[ROWS][2], int i) {
+    // most two.
+    __device__ __forceinline__ void soften(const float (&score)[ROWS][2]) {
         float scale[2], zero[2], whole[ROWS][2];  // of the lane's tokens, r and r + 8 of tile c
         bool over = false;
 #pragma unroll
@@ -177,10 +177,7 @@ struct BytePages {
                 over |= whole[row][u] - maximum[row] > 1.f;  // the difference, as it is used below: a sum might be rounded up
             }
         }
-        over = __any_sync(~0u, over);
-        if (over || i % PAGES_OF_SUMS == 0) take_sums();
-        if (V::SPARSE && (over || i % PAGES_OF_VALUES == 0)) take_value_outliers();
-        if (over) raise(whole);
+        if (__any_sync(~0u, over)) raise(whole);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -200,6 +197,8 @@ struct BytePages {
 
     // New maxima for all rows.
     __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
+        take_sums();
+        if constexpr (V::SPARSE) take_value_outliers();
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
