@@ -49,7 +49,7 @@ struct Attend {
         int length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
         const Line<C> line(params, length, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
         if (blockIdx.x >= line.blocks) return;
-        const long long first = line.begin(blockIdx.x), last = line.begin(blockIdx.x + 1);
+        const long long first = line.begin(blockIdx.x);
         long long base = 0;
         int chunk = 0;
         for (; chunk + 32 < params.b; chunk += 32) {  // whole chunks are others'
@@ -59,19 +59,26 @@ struct Attend {
             base = end, length = next;
         }
         if (chunk) offset = numbers(params.offsets, chunk);
-        for (; chunk < params.b && base < last; chunk += 32, length = numbers(params.lengths, chunk), offset = numbers(params.offsets, chunk)) {
-            const int units = L::units(length - params.m);
-            for (int i = 0; i < min(32, params.b - chunk) && base < last; ++i) {
-                const int count = __shfl_sync(~0u, units, i);
-                const long long next = base + static_cast<long long>(count) * line.all_weights + static_cast<long long>(line.rest) * params.h_kv;
-                if (next > first) {
-                    at.take(chunk + i, __shfl_sync(~0u, length, i), __shfl_sync(~0u, offset, i));
-                    heads(line, count, base, first, last);
+        Walk walk{line, first, line.begin(blockIdx.x + 1), base, base, chunk, 0, length, offset};
+        for (; walk.chunk < params.b && walk.base < walk.last; walk.chunk += 32, walk.length = numbers(params.lengths, walk.chunk), walk.offset = numbers(params.offsets, walk.chunk)) {
+            for (walk.i = 0; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
+                const int tokens = __shfl_sync(~0u, walk.length, walk.i);
+                walk.next = walk.base + static_cast<long long>(L::units(tokens - params.m)) * walk.line.all_weights + static_cast<long long>(walk.line.rest) * params.h_kv;
+                if (walk.next > walk.first) {
+                    at.take(walk.chunk + walk.i, tokens, __shfl_sync(~0u, walk.offset, walk.i));
+                    heads(walk);
                 }
-                base = next;
+                walk.base = walk.next;
             }
         }
     }
+
+    // Where a block is on the line, of which it has what lies from `first` to before `last`: at `base`, in the sequence that ends at `next`.
+    struct Walk {
+        Line<C> line;
+        long long first, last, base, next;
+        int chunk, i, length, offset;  // sequence i of the chunk; of sequences, one a lane
+    };
 
     // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
     __device__ __forceinline__ void prepare() {
@@ -93,44 +100,47 @@ struct Attend {
         __syncthreads();
     }
 
-    // The part of the sequence at hand, which begins at `base` of the line, that lies from `first` to before `last`. A unit is theirs who have its beginning.
-    __device__ __forceinline__ void heads(const Line<C>& line, int count, long long base, long long first, long long last) {
-        int h = line.head_at(first - base, count, at.lane);
-        base += static_cast<long long>(count) * line.before_of(h) + static_cast<long long>(line.rest) * h;
-        for (; h < at.params.h_kv && base < last; ++h) {
-            const int weight = line.weight_of(h);
-            const long long next = base + static_cast<long long>(count) * weight + line.rest;
+    // The part of the sequence at hand that is the block's. A unit is theirs who have its beginning.
+    __device__ __forceinline__ void heads(Walk& walk) {
+        const int units = min(at.key_units, at.value_units);
+        at.head = walk.line.head_at(walk.first - walk.base, units, at.lane);
+        walk.base += static_cast<long long>(units) * walk.line.before_of(at.head) + static_cast<long long>(walk.line.rest) * at.head;
+        for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
+            const int count = min(at.key_units, at.value_units), weight = walk.line.weight_of(at.head);
+            const long long next = walk.base + static_cast<long long>(count) * weight + walk.line.rest;
             auto unit = [&](long long x) {
-                const long long from = line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - base) * reciprocal(weight))) : x - base;
+                const long long from = walk.line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - walk.base) * reciprocal(weight))) : x - walk.base;
                 return static_cast<int>(min(max(from, 0ll), static_cast<long long>(count)));
             };
-            if (next > first) {
-                at.head = h;
-                stretch(unit(first), unit(last), base >= first, next <= last, next >= last);
+            at.from = unit(walk.first), at.to = unit(walk.last);
+            at.begins = walk.base >= walk.first, at.ends = next <= walk.last, at.final = next >= walk.last;
+            const bool some = next > walk.first;
+            walk.base = next;
+            if (some) {
+                Parked<Walk> parked(walk);
+                stretch();
+                parked.take(walk);
             }
-            base = next;
         }
     }
 
-    // Units from ... to - 1 of one head; begins, last: whether the head's part of the line begins and ends here (who has its end does the exact
-    // part); final: whether it is the block's last one.
-    __device__ __forceinline__ void stretch(int from, int to, bool begins, bool last, bool final) {
-        const int pair = at.sequence * at.params.h_kv + at.head;
+    // The task.
+    __device__ __forceinline__ void stretch() {
         if (threadIdx.x == 0) {
-            if (begins) at.params.ranges[2 * pair] = blockIdx.x;
-            if (last) at.params.ranges[2 * pair + 1] = blockIdx.x;
+            if (at.begins) at.params.ranges[2 * pair()] = blockIdx.x;
+            if (at.ends) at.params.ranges[2 * pair() + 1] = blockIdx.x;
         }
-        if (from >= to && !last) {  // nothing but what somebody else does
+        if (at.from >= at.to && !at.ends) {  // nothing but what somebody else does
             softmax.reset();
-            if (final) release_successor();
-            softmax.store(blockIdx.x + pair);
+            if (at.final) release_successor();
+            softmax.store(blockIdx.x + pair());
             return;
         }
         keys.fetch();
         values.fetch();
         query.fetch();
         if constexpr (L::BYTES) {
-            auto feed = byte_pages.feed(from, to);
+            auto feed = byte_pages.feed(at.from, at.to);
             __syncthreads();  // the last stretch's readers of the query and writers of the output are done
             feed.begin();
             load();
@@ -138,11 +148,13 @@ struct Attend {
             feed.start();
             query.load();
             softmax.reset();
+            Parked<Task> parked(at);
             byte_pages.run(feed, softmax);
+            parked.take(at);
         } else {
             constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
-            if (last) exact.ask(exact_from());
-            Flow<true, true> flow(at, from, to);
+            if (at.ends) exact.ask(exact_from());
+            Flow<true, true> flow(at, at.from, at.to);
             __syncthreads();  // as above
             if constexpr (!RING_NEEDED) flow.start();
             load();
@@ -150,25 +162,28 @@ struct Attend {
             query.load();
             softmax.reset();
             if constexpr (RING_NEEDED) flow.start();
+            Parked<Task> parked(at);
             pages(flow);
+            parked.take(at);
         }
-        if (last) exact_keys();
+        if (at.ends) exact_keys();
         values.restore();
         if constexpr (!L::APART) {
-            if (last) exact_rest(to - from);
+            if (at.ends) exact_rest();
         }
         // The merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
-        if (final) release_successor();
-        softmax.store(blockIdx.x + pair);
+        if (at.final) release_successor();
+        softmax.store(blockIdx.x + pair());
         if constexpr (L::APART) {
-            if (last) {
+            if (at.ends) {
                 softmax.reset();
                 __syncthreads();  // the result's readers of the ring are done
-                exact_rest(to - from);
-                softmax.store(gridDim.x + at.params.b * at.params.h_kv + pair);
+                exact_rest();
+                softmax.store(gridDim.x + at.params.b * at.params.h_kv + pair());
             }
         }
     }
+    __device__ __forceinline__ int pair() const { return at.sequence * at.params.h_kv + at.head; }
 
     // What was fetched, to shared memory.
     __device__ __forceinline__ void load() {
@@ -183,8 +198,9 @@ struct Attend {
         if constexpr (K::RECENT + K::T > V::RECENT + L::PAGE) units<false, true>(at.key_units, at.value_units);
     }
 
-    // All tokens whose values are exact. count: the units that the block has of this head.
-    __device__ __forceinline__ void exact_rest(int count) {
+    // All tokens whose values are exact.
+    __device__ __forceinline__ void exact_rest() {
+        const int count = at.to - at.from;
         if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) units<true, false>(at.value_units, at.key_units);
         // Who took pages in turn, and had one less of them, goes first.
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;

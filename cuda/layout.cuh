@@ -158,18 +158,25 @@ struct Layout {
     static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)); }
 };
 
-// Where a thread stands and what its block works on.
+// What a block works on: a sequence of `length` tokens, the first at position `offset`, units of which are packed; one of its kv heads; units from ... to - 1
+// of that. begins, ends: whether the head's part of the line does here (who has its end does the exact part); final: whether it is the block's last one.
+struct Task {
+    int sequence, length, offset, key_units, value_units;
+    int head;
+    int from, to;
+    int begins, ends, final;
+};
+
+// Where a thread stands, and its block's task.
 template <typename C>
-struct Place {
+struct Place : Task {
     using L = Layout<C>;
     const AttendParams& params;
     unsigned char* const shared;
     const int warp, lane, r, c, part, team, tile, group;
-    int sequence, head;  // at hand
-    int length, offset, key_units, value_units;
 
     __device__ __forceinline__ Place(const AttendParams& p, unsigned char* s)
-        : params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
+        : Task{}, params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
           part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
 
     __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }

@@ -23,36 +23,35 @@ struct Line {
     static constexpr int TOGETHER = L::BYTES ? L::PAGE : TILE;
     static_assert(L::WARP_BYTES >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
 
-    const AttendParams& params;
-    int blocks, rest;                 // blocks that take part; what stands for the other tokens of a head
-    int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
-    bool weighed;
     long long total;
-    double share;  // of a block, of the line
+    double share;                     // of a block, of the line
+    int h_kv, blocks, rest;           // blocks that take part; what stands for the other tokens of a head
+    int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
+    int weighed;
 
     // All threads of a block, one barrier if pages are weighed. length: of sequence `lane`, 0 if there is none. memory: shared, int [WARPS][HEADS] for a
     // moment.
-    __device__ __forceinline__ Line(const AttendParams& p, int length, int warp, int lane, int* memory) : params(p), weight(1), before(0), all_weights(p.h_kv) {
+    __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, int* memory) : h_kv(params.h_kv), weight(1), before(0), all_weights(params.h_kv) {
         // What does not depend on lengths, while they are on their way.
-        const long long heads = static_cast<long long>(params.b) * params.h_kv;
+        const long long heads = static_cast<long long>(params.b) * h_kv;
         const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
         const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
         long long units = 0;  // of one head
-        for (int i = lane + 32; i < params.b; i += 32) units += packed(i);
+        for (int i = lane + 32; i < params.b; i += 32) units += packed(params, i);
         units += L::units(length - params.m);
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
-        const long long pages = units * params.h_kv;
+        const long long pages = units * h_kv;
         // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
         blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? of_aligned : of_all;
-        weighed = OUTLIERS && !fewer && heads <= grid && params.h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
-        if (weighed) weigh(warp, lane, memory);
+        weighed = OUTLIERS && !fewer && heads <= grid && h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
+        if (weighed) weigh(params, warp, lane, memory);
         total = units * all_weights + heads * rest;
     }
 
     // Units of a head of a sequence.
-    __device__ __forceinline__ int packed(int sequence) const { return L::units(params.lengths[sequence] - params.m); }
+    static __device__ __forceinline__ int packed(const AttendParams& params, int sequence) { return L::units(params.lengths[sequence] - params.m); }
 
     // Of a unit of a head, and of all heads before it.
     __device__ __forceinline__ int weight_of(int head) const { return weighed ? __shfl_sync(~0u, weight, head) : 1; }
@@ -66,18 +65,18 @@ struct Line {
 
     // The last head of a sequence with `count` units that does not begin behind `x`, counted from where the sequence begins.
     __device__ __forceinline__ int head_at(long long x, int count, int lane) const {
-        if (!weighed) return x <= 0 ? 0 : min(params.h_kv - 1, static_cast<int>(static_cast<double>(x) * reciprocal(count + rest) + 1e-9));
-        const bool begun = lane < params.h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
+        if (!weighed) return x <= 0 ? 0 : min(h_kv - 1, static_cast<int>(static_cast<double>(x) * reciprocal(count + rest) + 1e-9));
+        const bool begun = lane < h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
         return max(0, __popc(__ballot_sync(~0u, begun)) - 1);
     }
 
-    __device__ __forceinline__ void weigh(int warp, int lane, int* memory) {
+    __device__ __forceinline__ void weigh(const AttendParams& params, int warp, int lane, int* memory) {
         int rounds = 0, looked = 0;  // of head `lane`; the same for all
 #pragma unroll
         for (int k = 0; k < SAMPLES; ++k) {
             const int i = warp * SAMPLES + k, sequence = i % params.b, page = i / params.b;  // the first ones: their ids are known soonest
-            if (page >= packed(sequence) / (L::PAGE / L::T)) continue;
-            if (lane < params.h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
+            if (page >= packed(params, sequence) / (L::PAGE / L::T)) continue;
+            if (lane < h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
             ++looked;
         }
         memory[warp * HEADS + lane] = rounds + looked * OF_A_PAGE;
@@ -85,7 +84,7 @@ struct Line {
         int sum = 0;
 #pragma unroll
         for (int w = 0; w < L::WARPS; ++w) sum += memory[w * HEADS + lane];
-        weight = lane < params.h_kv ? max(sum, 1) : 0;
+        weight = lane < h_kv ? max(sum, 1) : 0;
         before = weight;
 #pragma unroll
         for (int far = 1; far < 32; far *= 2) {
@@ -94,7 +93,7 @@ struct Line {
         }
         all_weights = __shfl_sync(~0u, before, 31);
         before -= weight;
-        rest *= all_weights / params.h_kv;
+        rest *= all_weights / h_kv;
     }
 
     // Rounds of outliers in a page of a head.

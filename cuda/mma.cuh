@@ -170,6 +170,28 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 }
 #endif
 
+// A copy in local memory of what a loop does not need, so that it has more registers. (Left to itself the compiler keeps all of it in registers, and
+// waits for look-ups instead of asking for them early.)
+template <typename N>
+struct Parked {
+    static constexpr int WORDS = sizeof(N) / sizeof(int);
+    static_assert(sizeof(N) % sizeof(int) == 0, "whole words");
+    volatile int words[WORDS];
+
+    __device__ __forceinline__ explicit Parked(const N& x) {
+        int now[WORDS];
+        memcpy(now, &x, sizeof(N));
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] = now[i];
+    }
+    __device__ __forceinline__ void take(N& x) const {
+        int then[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) then[i] = words[i];
+        memcpy(&x, then, sizeof(N));
+    }
+};
+
 // Number types of the model.
 template <typename Model>
 __device__ __forceinline__ float to_float(Model x);
