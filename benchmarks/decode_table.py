@@ -1,6 +1,6 @@
 """The runs of `benchmarks.decode_attention` as Markdown tables, and a picture of their ratios to fp16.
 
-    python -m benchmarks.decode_table docs/results/decode-attention-v12.json --detail llama2-7b@1x131072 --plot all.png
+    python -m benchmarks.decode_table docs/results/decode-attention-v13.json --detail llama2-7b@1x131072 --plot all.png
 
 Of every model all formats by all shapes, and whatever was measured of the shapes of --detail.
 """
