@@ -183,7 +183,7 @@ SOME = Sparse(0.25, "matrix", "bundle", capacity=1)
 @pytest.mark.parametrize("part", [ENDS, BOUNDS, SOME], ids=["ends", "bounds", "limited"])
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
-    """Every number of a block may be an outlier, also where two blocks of threads share it; pages have no room for more than their slots."""
+    """All numbers of a block may be outliers, also where two blocks of threads share it, as far as there are slots."""
     geometry = PageGeometry.of(Format(32, Dense(2, "token"), part), h_kv, d, side)
     plan = pack_units.plan(geometry, None, torch.float16, arch)
     assert plan.cluster == (arch == "sm_90a")
