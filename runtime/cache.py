@@ -5,6 +5,7 @@ A number is quantized once, when its page fills, and never again. Sequences own 
 different lengths, reordering, sharing and freeing are edits of tables (`runtime.pages`).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
 from runtime.layer import CacheLayer
 from runtime.pack import Packer, check_all, forget_all
+from runtime.pack_factors import most_work_bytes
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
@@ -216,6 +218,17 @@ def _begin_kernels(
     jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
 
 
+def _work_bytes(bundle: Bundle, b: int, max_tokens: int) -> int:
+    """Bytes that packing takes for a moment on a GPU: where factors are found, in a step and in a prompt, which have
+    memory of their own if steps are captured in graphs."""
+    alike = Counter(side for side in bundle.geometry.sides if side.format.lowrank)
+    found = [
+        most_work_bytes(side, layers, b, side.format.window.pages(max_tokens, side.format.t))
+        for side, layers in alike.items()
+    ]
+    return sum(max(kind) for kind in zip(*found, strict=True))
+
+
 class KVCache:
     """Compressed cache of a whole model for `b` sequences.
 
@@ -230,7 +243,8 @@ class KVCache:
     device      where the cache lives. On the CPU decode steps run on the page kernels (numba), on CUDA devices on
                 `runtime.attention` and `runtime.pack`
     budget      bytes for everything, with max_tokens: pages are a pool for all sequences, as many as fit; `reserve`
-                says whether a sequence will find room. Raises CacheFullError if not even one page of each side fits
+                says whether a sequence will find room. On a GPU that includes the work space in which factors are
+                found, which `nbytes` does not. Raises CacheFullError if not even one page of each side fits
     On CUDA devices raises UnsupportedModelError for what the page kernels cannot do.
     """
 
@@ -252,7 +266,9 @@ class KVCache:
             _begin_kernels(bundle, b, max_tokens, dtype, device)
         self.bundle = bundle
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
-        self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, self.rotation.inv_freq.device)
+        device = self.rotation.inv_freq.device
+        work = _work_bytes(bundle, b, max_tokens) if max_tokens and has_kernels(device) else 0
+        self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, device, work)
         self.layers: list[LayerCache | ExactLayer] = [
             LayerCache(bundle, layer, self.room, dtype, self.rotation) if formats
             else ExactLayer(bundle, layer, self.room, dtype)

@@ -53,6 +53,35 @@ def splits(matrices: int, tokens: int) -> int:
     return max(1, min(MOST_SPLITS, tokens // LEAST_TOKENS, -(-CTAS // matrices)))
 
 
+def fit(geometry: PageGeometry, others: int, pages: int) -> int:
+    """How many segments of so many pages have work space within ROOM, each for so many others (sequences or layers); at
+    least one."""
+    shape = geometry.shape
+    each = 4 * shape.h_kv * shape.d * (pages * shape.t + shape.d + 8)
+    return max(1, ROOM // (each * max(others, 1)))
+
+
+def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
+    """Bytes of work space that packing takes: so many pages of b sequences, in each of so many layers, at once."""
+    shape = geometry.shape
+    matrices = layers * b * -(-pages // SEGMENT_PAGES) * shape.h_kv
+    parts = splits(matrices, min(pages, SEGMENT_PAGES) * shape.t)
+    left = layers * b * pages * shape.t * shape.h_kv * shape.d
+    return 4 * (left + matrices * (parts * shape.d**2 + 8 * shape.d))
+
+
+def most_work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> tuple[int, int]:
+    """Bytes of work space that a step of b sequences takes at most, which packs a page of each in all these layers, and
+    a prompt of so many pages, of one sequence or all of them; as `Packer.step` and `Packer.prompt` divide them."""
+    layers = min(layers, LAYERS_AT_ONCE, fit(geometry, b, 1))
+    step = work_bytes(geometry, layers, min(b, fit(geometry, layers, 1)), 1)
+    prompts = []
+    for sequences in {1, b}:
+        at_once = min(pages, SEGMENT_PAGES * fit(geometry, sequences, SEGMENT_PAGES))
+        prompts.append(work_bytes(geometry, 1, min(sequences, fit(geometry, 1, at_once)), at_once) if pages else 0)
+    return step, max(prompts)
+
+
 def factor_unit(name: str, geometry: PageGeometry, layers: int = 1) -> Unit:
     """The unit that finds the factors of one side of at most `layers` layers at once.
 
@@ -103,11 +132,8 @@ class Factors:
         self._kernels = {entry: module.kernel(entry) for entry in ENTRIES}
 
     def fit(self, others: int, pages: int) -> int:
-        """How many segments of so many pages have work space within ROOM, each for so many others (sequences or
-        layers); at least one."""
-        shape = self.geometry.shape
-        each = 4 * shape.h_kv * shape.d * (pages * shape.t + shape.d + 8)
-        return max(1, ROOM // (each * max(others, 1)))
+        """As the function `fit`."""
+        return fit(self.geometry, others, pages)
 
     def run(
         self,

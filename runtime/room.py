@@ -10,21 +10,22 @@ from runtime.step import StepInputs
 
 
 class Room:
-    """Block tables for `b` sequences; parameters as of `runtime.cache.KVCache`.
+    """Block tables for `b` sequences; parameters as of `runtime.cache.KVCache`. work: bytes of the budget that packing
+    takes for a moment.
 
     Layers see a pass one after the other. What they must agree on is decided at the first: positions, pages.
     """
 
     def __init__(
         self, geometry: CacheGeometry, b: int, max_tokens: int | None, prompt: int, budget: int | None,
-        full_bytes: int, device: torch.device,
+        full_bytes: int, device: torch.device, work: int = 0,
     ):  # fmt: skip
         self.b, self.max_tokens, self.prompt, self.device, self.budget = b, max_tokens, prompt, device, budget
         self.geometries: dict[Filling, list[PageGeometry]] = {}
         for side in geometry.sides:
             self.geometries.setdefault(filling(side.format), []).append(side)
         exact = b * geometry.exact_bytes(max_tokens or 0, full_bytes)
-        share = 1.0 if budget is None else self._share(budget, exact, full_bytes)
+        share = 1.0 if budget is None else self._share(budget, exact, full_bytes, work)
         self.tables = {key: self._tables(sides, share) for key, sides in self.geometries.items()}
         self.sides: list[Side] = []
         self.checks = True  # what is appended, layer by layer; see `KVCache.checked_once`
@@ -41,9 +42,9 @@ class Room:
         pages = fmt.window.pages(self.max_tokens, fmt.t)
         return pages, side.segments(pages, fmt.window.pages(min(self.prompt, self.max_tokens), fmt.t))
 
-    def _share(self, budget: int, exact: int, full_bytes: int) -> float:
-        """Which part of the pages for b full sequences fits the budget behind `exact` bytes, at most 1."""
-        fixed, pages = exact, 0
+    def _share(self, budget: int, exact: int, full_bytes: int, work: int) -> float:
+        """Which part of the pages for b full sequences fits the budget behind `exact` and `work` bytes, at most 1."""
+        fixed, pages = exact + work, 0
         for sides in self.geometries.values():
             for side in sides:
                 fmt, shape = side.format, side.shape
@@ -55,7 +56,8 @@ class Room:
         each = [int(share * self.b * self._reserved(sides[0])[0]) for sides in self.geometries.values() if pages]
         if budget < fixed or min(each, default=1) < 1:
             raise CacheFullError(
-                f"budget={budget}: full precision and tables of {self.b} sequences take {fixed} bytes, and a page of "
+                f"budget={budget}: full precision and tables of {self.b} sequences take {fixed} bytes"
+                f"{f', {work} of them work space for factors' if work else ''}, and a page of "
                 f"each side must fit behind them: give more, or fewer sequences (b={self.b})"
             )
         return min(1.0, share)

@@ -1,0 +1,75 @@
+"""Work space that packing takes on a GPU where it finds factors: what is counted is what is asked of torch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from artifacts import Dense, Format, LayerFormat, LowRank, PageGeometry, Window
+from artifacts.geometry import SEGMENT_PAGES
+from runtime import KVCache, cache, pack_factors
+from runtime.pack_params import LAYERS_AT_ONCE, Params
+from runtime.pages import CacheFullError
+from runtime.room import Room
+from tests.formats import random_bundle
+
+
+def geometry_of(h_kv=2, d=64, t=16):
+    return PageGeometry.of(Format(t, Dense(2, "token"), lowrank=LowRank(4, 2)), h_kv, d, "value")
+
+
+class Module:
+    def kernel(self, entry):
+        return entry
+
+
+@pytest.mark.parametrize(
+    "layers, b, pages", [(1, 1, 1), (3, 2, 1), (1, 1, 5 * SEGMENT_PAGES), (1, 2, SEGMENT_PAGES + 3)]
+)
+def test_work_bytes_are_those_asked_for(layers, b, pages, monkeypatch):
+    geometry, asked = geometry_of(), []
+    empty = torch.empty
+
+    def counted(*shape, device):
+        asked.append(4 * empty(shape, device="meta").numel())
+        return empty(shape)
+
+    monkeypatch.setattr(pack_factors.torch, "empty", counted)
+    factors = pack_factors.Factors(geometry, Module(), torch.device("cpu"))
+    factors.run([Params() for _ in range(layers)], b, pages, lambda *launch: None)
+    left = 4 * layers * b * pages * 16 * 2 * 64  # what `Packer` asks for before it
+    assert pack_factors.work_bytes(geometry, layers, b, pages) == left + sum(asked)
+
+
+@given(
+    st.sampled_from([(2, 64, 16), (32, 128, 64), (8, 256, 128)]), st.integers(1, 90), st.integers(1, 2000),
+    st.integers(0, 20000),
+)  # fmt: skip
+def test_it_is_bounded(shape, layers, b, pages):
+    """By ROOM, or by what a segment takes, but for products that are summed up in parts, of which there are few."""
+    geometry = geometry_of(*shape)
+    parts = 4 * 2 * pack_factors.CTAS * geometry.shape.d**2
+    step, prompt = pack_factors.most_work_bytes(geometry, layers, b, pages)
+    assert step <= max(pack_factors.ROOM, pack_factors.work_bytes(geometry, 1, 1, 1)) + parts
+    assert prompt <= max(pack_factors.ROOM, pack_factors.work_bytes(geometry, 1, 1, SEGMENT_PAGES)) + parts
+    assert step >= min(layers, LAYERS_AT_ONCE, 1) * pack_factors.work_bytes(geometry, 1, 1, 1)
+
+
+FACTORS = LayerFormat(*(Format(16, Dense(2, "token"), window=Window(1, 3), lowrank=LowRank(4, 2)) for _ in range(2)))
+
+
+def test_budgets_pay_for_it():
+    """Pages get what is left."""
+    bundle = random_bundle([FACTORS] * 2, 4, 2, 64)
+    work = cache._work_bytes(bundle, 2, 400)
+    assert work > 0
+    room = [Room(bundle.geometry, 2, 400, 0, 200_000 + more, 4, torch.device("cpu"), more) for more in (0, work)]
+    assert room[0].free_tokens() == room[1].free_tokens() < 400
+    with pytest.raises(CacheFullError, match=rf"budget=1000: full .* bytes, {work} of them work space for factors"):
+        Room(bundle.geometry, 2, 400, 0, 1000, 4, torch.device("cpu"), work)
+
+
+def test_without_factors_there_is_none():
+    plain = LayerFormat(Format(16, Dense(2, "token")), Format(16, Dense(2, "token")))
+    assert cache._work_bytes(random_bundle([plain] * 2, 4, 2, 64), 2, 400) == 0
+    assert KVCache(random_bundle([FACTORS] * 2, 4, 2, 64), 2, 400, budget=500_000).free_tokens() > 0  # on a CPU
