@@ -100,7 +100,7 @@ struct Attend {
         __syncthreads();
     }
 
-    // The part of the sequence at hand that is the block's. A unit is theirs who have its beginning.
+    // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
         const int units = min(at.key_units, at.value_units);
         at.head = walk.line.head_at(walk.first - walk.base, units, at.lane);
@@ -124,7 +124,7 @@ struct Attend {
         }
     }
 
-    // The task.
+    // Does the task at hand. An empty one leaves an empty result: the merge reads those of all blocks of its range.
     __device__ __forceinline__ void stretch() {
         if (threadIdx.x == 0) {
             if (at.begins) at.params.ranges[2 * pair()] = blockIdx.x;

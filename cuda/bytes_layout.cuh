@@ -88,7 +88,7 @@ struct ByteLayout {
     static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
     static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
-    static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e]
+    static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e], probabilities in units of values' outliers
     static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]
     static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);                               // s32 [ROWS][STEPS][r, upper]
     static constexpr int WARP_BYTES = VALUE_SUMS + (V::SPARSE ? ROWS * D * 4 : 0);

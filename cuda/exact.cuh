@@ -18,7 +18,7 @@ struct Exact {
     const Query<C>& query;
     Softmax<C>& softmax;
 
-    // Where exact tokens of a side are. Those behind the sinks go round in the window, which holds all of them.
+    // Where exact tokens of a side are. Those behind the sinks go round in the window, which holds all of them: so none is a whole round from the first.
     template <bool KEY>
     struct Vectors {
         static constexpr int SINKS = KEY ? K::SINKS : V::SINKS;

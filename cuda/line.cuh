@@ -59,7 +59,7 @@ struct Line {
 
     // Where a block's stretch of the line begins. All blocks find the same; where lines are aligned, exactly where a head begins.
     __device__ __forceinline__ long long begin(int block) const {
-        constexpr double LESS_THAN_A_BLOCK = 1e-4;  // of a unit; but more than what rounding takes
+        constexpr double LESS_THAN_A_BLOCK = 1e-4;  // of a unit, for fewer than 9900 blocks; but more than what rounding takes of a line below 3e11
         return block == blocks ? total : static_cast<long long>(static_cast<double>(total) * block * share + LESS_THAN_A_BLOCK);
     }
 

@@ -155,7 +155,7 @@ __device__ __forceinline__ double reciprocal(double x) {
     return fma(y, fma(-x, y, 1.0), y);
 }
 
-// Asks for 128 bytes, which then are in the L2 cache.
+// Asks for the cache line there, which then is in the L2 cache.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ float log2_fast(float x) {

@@ -9,7 +9,7 @@ struct SideParams {
     const unsigned char* segments;  // [segments][h_kv][SEGMENT_BYTES]
     const int* table;               // page ids [b][table_stride]
     const void* sinks;              // Model [b][SINKS][h_kv][D]
-    const void* window;             // Model [b][capacity][h_kv][D], token n behind the sinks at n % capacity
+    const void* window;             // Model [b][capacity][h_kv][D], token n behind the sinks at n % capacity; at least RECENT + T - 1 and the new ones
     const float* values;            // codebook [2^BITS]
     const unsigned char* bands;     // Band (bands.cuh) [h_kv][D / 32]
     const float* scale;             // [h_kv][D], also zero, mean

@@ -79,7 +79,8 @@ class PagedSide:
     heads, records, segments  bytes of the pool (`runtime.codec.PagePool`)
     table                     int32 [b, pages], page ids
     sinks                     [b, sinks, h_kv, d] in the model's dtype
-    window                    [b, capacity, h_kv, d]: token n behind the sinks stands at n % capacity
+    window                    [b, capacity, h_kv, d]: token n behind the sinks stands at n % capacity; room for all that
+                              are exact, the format's recent tokens and a page but one, and a step's new ones
     """
 
     heads: Tensor
@@ -208,6 +209,8 @@ class Step:
         scale: float,
     ):  # fmt: skip
         b, rows = lengths.numel(), kernels.g * m
+        for name, side, geometry in (("keys", key, kernels.key), ("values", value, kernels.value)):
+            check_window(name, side, geometry.format, m)
         self._formats, self._m = (kernels.key.format, kernels.value.format), m
         module = kernels.module(rows, kernels.blocks(b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
@@ -288,6 +291,16 @@ def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
             "heads are contiguous and begin at multiples of 16 bytes; make them contiguous"
         )
     return [stride // piece for stride in strides]
+
+
+def check_window(name: str, side: PagedSide, fmt: Format, m: int) -> None:
+    """Raises KernelError where the window has not room for all tokens that are exact when m new ones have come."""
+    needed = fmt.window.recent + fmt.t - 1 + m
+    if side.window.shape[1] < needed:
+        raise jit.KernelError(
+            f"{name}: a window of {side.window.shape[1]} tokens; {fmt.window.recent} recent ones, a page but one and "
+            f"{m} new ones need {needed}: make it longer, or take fewer new tokens at once"
+        )
 
 
 def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int]) -> None:

@@ -203,8 +203,11 @@ uint2 load_table2(unsigned at) {
 }
 inline int rolled(int x) { return x; }
 inline float exp2_fast(float x) { return std::exp2(x); }
-inline double reciprocal(double x) { return 1.0 / x; }
-inline void prefetch(const void*) {}
+inline double reciprocal(double x) { return std::nextafter(1.0 / x, static_cast<long>(x) % 3 ? 1e300 : 0.0); }  // as the GPU's, off in the last place
+inline void prefetch(const void* from) {
+    static volatile unsigned char read;
+    read = *static_cast<const unsigned char*>(from);  // there is something
+}
 inline float log2_fast(float x) { return std::log2(x); }
 inline void group_barrier(int id, int threads) {
     emulator::Barrier& barrier = emulator::current->block->groups[id];

@@ -182,6 +182,18 @@ def test_block_tables_are_checked(lengths: list[int], table: list[list[int]], me
         attention.check_tables("keys", side, fmt, lengths)
 
 
+@pytest.mark.parametrize(
+    ("m", "message"), [(1, None), (2, "keys: a window of 69 tokens; 5 recent .* 2 new ones need 70")]
+)
+def test_windows_hold_all_exact_tokens(m: int, message: str | None) -> None:
+    fmt = replace(kivi(2).key, window=Window(4, 5))
+    pool = PagePool(PageGeometry.of(fmt, 2, 64, "key"), 3)
+    window = torch.zeros(1, fmt.t + 5, 2, 64)
+    side = attention.PagedSide(pool.heads, pool.records, pool.segments, torch.zeros(1, 1), window[:, :4], window)
+    with nullcontext() if message is None else pytest.raises(jit.KernelError, match=message):
+        attention.check_window("keys", side, fmt, m)
+
+
 def test_without_a_gpu_the_error_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
