@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from artifacts import Bundle, Format
 from artifacts.geometry import SEGMENT_PAGES
 from calib.data import Tokens
-from calib.forward import Head, at_least_float32, blocks, hidden_states, require_finite
+from calib.forward import Head, at_least_float32, blocks, hidden_states, kl_divergence, require_finite
 from calib.progress import track
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
@@ -161,7 +161,7 @@ class Comparison:
         self.loss_full += F.nll_loss(p, targets, reduction="sum").item()
         self.loss += F.nll_loss(q, targets, reduction="sum").item()
         self.same_top += int((p.argmax(-1) == q.argmax(-1)).sum())
-        self.divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
+        self.divergences.append(kl_divergence(p, q).cpu())
         self.count += targets.numel()
 
     def result(self) -> dict[str, float]:

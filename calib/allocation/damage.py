@@ -21,7 +21,7 @@ from artifacts import Bundle, Format, PageGeometry
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damages import Damages
 from calib.evaluate import Both, attend_both, packed
-from calib.forward import Head, at_least_float32, blocks, forward_as, hidden_states, require_finite
+from calib.forward import Head, at_least_float32, blocks, forward_as, hidden_states, kl_divergence, require_finite
 from calib.passes import ALONE, Work
 from calib.progress import track
 from runtime.codec import Codec
@@ -138,7 +138,7 @@ class _Passes:
         for rows in blocks(n):
             p, q = (F.log_softmax(at_least_float32(self.head(x[:, rows])[0]), -1) for x in (self.full, hidden))
             require_finite(q, "logits with a compressed cache")
-            total += F.kl_div(q, p, log_target=True, reduction="sum").item()
+            total += kl_divergence(p, q).sum().item()
         return total / n
 
 

@@ -14,7 +14,7 @@ from artifacts.geometry import PageGeometry
 from calib import forward
 from calib.data import Tokens
 from calib.evaluate import Comparison, SimulatedCache, cached_logits, evaluate, packed, simulated_logits
-from calib.forward import ActivationError
+from calib.forward import ActivationError, kl_divergence
 from calib.progress import bars
 from runtime.cache import KVCache
 from runtime.codec import Codec
@@ -105,6 +105,20 @@ def test_comparison_with_plain_formulas(dtype, tolerance, cuts):
     assert found.result() == pytest.approx(expected, rel=tolerance, abs=tolerance)
     assert expected["kl_mean"] > 0.1
     assert 0.5 < expected["top1"] < 1
+
+
+@pytest.mark.parametrize("apart", [1e-6, 1e-5, 1e-3, 0.1, 3.0, 100.0])
+def test_divergence_in_float32(apart):
+    """Never below zero. Differences of neighbours are exact, so terms are off by a few 2^-24 of themselves; that sums
+    of probabilities are off from 1, by less than 2^-20, counts squared, half as much.
+    """
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(200, 500, generator=generator)
+    p, q = (torch.log_softmax(y, -1) for y in (x, x + apart * torch.randn(x.shape, generator=generator)))
+    exact = oracle(*(y.double().numpy() for y in (p, q)), np.zeros(200, int))["kl_mean"]
+    found = kl_divergence(p, q)
+    assert (found >= 0).all()
+    assert found.double().mean().item() == pytest.approx(exact, rel=1e-5, abs=1e-12)
 
 
 def test_equal_predictions_differ_by_nothing():
