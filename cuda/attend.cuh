@@ -102,11 +102,10 @@ struct Attend {
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
-        const int units = min(at.key_units, at.value_units);
-        at.head = walk.line.head_at(walk.first - walk.base, units, at.lane);
-        walk.base += static_cast<long long>(units) * walk.line.before_of(at.head) + static_cast<long long>(walk.line.rest) * at.head;
+        at.head = walk.line.head_at(walk.first - walk.base, at.units(), at.lane);
+        walk.base += static_cast<long long>(at.units()) * walk.line.before_of(at.head) + static_cast<long long>(walk.line.rest) * at.head;
         for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
-            const int count = min(at.key_units, at.value_units), weight = walk.line.weight_of(at.head);
+            const int count = at.units(), weight = walk.line.weight_of(at.head);
             const long long next = walk.base + static_cast<long long>(count) * weight + walk.line.rest;
             auto unit = [&](long long x) {
                 const long long from = walk.line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - walk.base) * reciprocal(weight))) : x - walk.base;

@@ -165,6 +165,9 @@ struct Task {
     int head;
     int from, to;
     int begins, ends, final;
+
+    // Units of which both sides are packed.
+    __device__ __forceinline__ int units() const { return min(key_units, value_units); }
 };
 
 // Where a thread stands, and its block's task.

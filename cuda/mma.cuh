@@ -170,8 +170,7 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 }
 #endif
 
-// A copy in local memory of what a loop does not need, so that it has more registers. (Left to itself the compiler keeps all of it in registers, and
-// waits for look-ups instead of asking for them early.)
+// A copy in local memory of what a loop does not need, so that it has more registers: left to itself the compiler keeps all of it there.
 template <typename N>
 struct Parked {
     static constexpr int WORDS = sizeof(N) / sizeof(int);

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from artifacts import Dense, Format, LayerFormat, LowRank, PageGeometry, Window
 from artifacts.geometry import SEGMENT_PAGES
 from runtime import KVCache, cache, pack_factors
-from runtime.pack_params import LAYERS_AT_ONCE, Params
+from runtime.pack_params import Params
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from tests.formats import random_bundle
@@ -52,7 +52,7 @@ def test_it_is_bounded(shape, layers, b, pages):
     step, prompt = pack_factors.most_work_bytes(geometry, layers, b, pages)
     assert step <= max(pack_factors.ROOM, pack_factors.work_bytes(geometry, 1, 1, 1)) + parts
     assert prompt <= max(pack_factors.ROOM, pack_factors.work_bytes(geometry, 1, 1, SEGMENT_PAGES)) + parts
-    assert step >= min(layers, LAYERS_AT_ONCE, 1) * pack_factors.work_bytes(geometry, 1, 1, 1)
+    assert step >= pack_factors.work_bytes(geometry, 1, 1, 1)
 
 
 FACTORS = LayerFormat(*(Format(16, Dense(2, "token"), window=Window(1, 3), lowrank=LowRank(4, 2)) for _ in range(2)))
@@ -67,6 +67,15 @@ def test_budgets_pay_for_it():
     assert room[0].free_tokens() == room[1].free_tokens() < 400
     with pytest.raises(CacheFullError, match=rf"budget=1000: full .* bytes, {work} of them work space for factors"):
         Room(bundle.geometry, 2, 400, 0, 1000, 4, torch.device("cpu"), work)
+
+
+def test_caches_on_a_gpu_pay_for_it(monkeypatch):
+    monkeypatch.setattr(cache, "has_kernels", lambda device: True)
+    monkeypatch.setattr(cache, "_begin_kernels", lambda *bundle: None)
+    bundle = random_bundle([FACTORS] * 2, 4, 2, 64)
+    work = cache._work_bytes(bundle, 2, 400)
+    room = Room(bundle.geometry, 2, 400, 0, 200_000, 4, torch.device("cpu"))
+    assert KVCache(bundle, 2, 400, budget=200_000 + work).free_tokens() == room.free_tokens() < 400
 
 
 def test_without_factors_there_is_none():
