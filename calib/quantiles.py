@@ -109,9 +109,11 @@ def exponents(low: Tensor, high: Tensor, bins: int) -> Tensor:
     spread = high.double() - low.double()
     # A lone number gets bins below the spacing of float32 around it: no second number ever fits e better.
     alone = torch.frexp(torch.maximum(low.abs(), high.abs()).double().clamp_min(2.0**_FLOOR)).exponent - 24
-    e = torch.where(spread > 0, torch.frexp(spread).exponent, alone.clamp_min(_FLOOR)).long() - bits
-    apart = _bins(high[:, None], e) - _bins(low[:, None], e)
-    return e + (apart.squeeze(1) >= bins)
+    # One less than the spread says, which may have been rounded up to a power of two; then as much more as it takes.
+    e = torch.where(spread > 0, torch.frexp(spread).exponent - 1, alone.clamp_min(_FLOOR)).long() - bits
+    for _ in range(2):
+        e = e + ((_bins(high[:, None], e) - _bins(low[:, None], e)).squeeze(1) >= bins)
+    return e
 
 
 def _bins(x: Tensor, e: Tensor) -> Tensor:
