@@ -11,6 +11,7 @@
 // (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
 #pragma once
 
+#include "alone.cuh"
 #include "bytes.cuh"
 #include "exact.cuh"
 #include "keys.cuh"
@@ -59,7 +60,7 @@ struct Attend {
             base = end, length = next;
         }
         if (chunk) offset = numbers(params.offsets, chunk);
-        Walk walk{line, first, line.begin(blockIdx.x + 1), base, base, chunk, 0, length, offset};
+        Walk walk{first, line.begin(blockIdx.x + 1), base, base, chunk, 0, line, length, offset};
         for (; walk.chunk < params.b && walk.base < walk.last; walk.chunk += 32, walk.length = numbers(params.lengths, walk.chunk), walk.offset = numbers(params.offsets, walk.chunk)) {
             for (walk.i = 0; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
                 const int tokens = __shfl_sync(~0u, walk.length, walk.i);
@@ -75,21 +76,21 @@ struct Attend {
 
     // Where a block is on the line, of which it has what lies from `first` to before `last`: at `base`, in the sequence that ends at `next`.
     struct Walk {
-        Line<C> line;
         long long first, last, base, next;
-        int chunk, i, length, offset;  // sequence i of the chunk; of sequences, one a lane
+        int chunk, i;  // sequence i of the chunk
+        Line<C> line;
+        int length, offset;  // of sequences, one a lane
+        static constexpr int OWN = 4;  // words of a lane's own, the last ones
     };
+    using ParkedWalk = Parked<Walk, Walk::OWN>;
+    using ParkedTask = Parked<Task>;
+    static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
+    __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + at.warp * L::PARKED_BYTES; }
 
     // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
     __device__ __forceinline__ void prepare() {
         if constexpr (L::BYTES) byte_pages.prepare();
-        // Codebooks go through shared memory: many lanes then wait for one load, not one after the other for each of theirs.
-        float* const books = at.floats(L::BOOKS);
-        for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), at.params.key.values + i);
-        for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), at.params.value.values + i);
-        copy_commit();
-        copy_wait<0>();
-        __syncthreads();
+        const float* const books = at.codebooks();
         if constexpr (L::BYTES) {
             byte_pages.take_codebooks(books, books + 256);
         } else {
@@ -102,7 +103,7 @@ struct Attend {
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
-        at.head = walk.line.head_at(walk.first - walk.base, at.units(), at.lane);
+        at.head = walk.line.head_at(walk.first - walk.base, at.units(), at.params.h_kv, at.lane);
         walk.base += static_cast<long long>(at.units()) * walk.line.before_of(at.head) + static_cast<long long>(walk.line.rest) * at.head;
         for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
             const int count = at.units(), weight = walk.line.weight_of(at.head);
@@ -116,9 +117,9 @@ struct Attend {
             const bool some = next > walk.first;
             walk.base = next;
             if (some) {
-                Parked<Walk> parked(walk);
+                ParkedWalk there(walk, parked());
                 stretch();
-                parked.take(walk);
+                there.take(walk);
             }
         }
     }
@@ -147,12 +148,12 @@ struct Attend {
             feed.start();
             query.load();
             softmax.reset();
-            Parked<Task> parked(at);
+            ParkedTask there(at, parked() + ParkedWalk::BYTES);
             byte_pages.run(feed, softmax);
-            parked.take(at);
+            there.take(at);
         } else {
             constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
-            if (at.ends) exact.ask(exact_from());
+            if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
             Flow<true, true> flow(at, at.from, at.to);
             __syncthreads();  // as above
             if constexpr (!RING_NEEDED) flow.start();
@@ -161,9 +162,9 @@ struct Attend {
             query.load();
             softmax.reset();
             if constexpr (RING_NEEDED) flow.start();
-            Parked<Task> parked(at);
+            ParkedTask there(at, parked() + ParkedWalk::BYTES);
             pages(flow);
-            parked.take(at);
+            there.take(at);
         }
         if (at.ends) exact_keys();
         values.restore();
@@ -203,7 +204,7 @@ struct Attend {
         if constexpr (V::RECENT + V::T > K::RECENT + L::PAGE) units<true, false>(at.value_units, at.key_units);
         // Who took pages in turn, and had one less of them, goes first.
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
-        exact.tokens(exact_from(), idle);
+        exact.tokens(exact_from(), at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle, L::TEAMS);
     }
     __device__ __forceinline__ int exact_from() const { return K::SINKS + max(at.key_units, at.value_units) * T; }
 
@@ -416,7 +417,8 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     Values<C> values(at, softmax, outliers);
     Exact<C> exact{at, query, softmax};
     typename PagesByBytes<Layout<C>::BYTES, C>::Type byte_pages(at);
-    Attend<C>{at, query, softmax, keys, values, outliers, exact, byte_pages}.run();
+    if constexpr (Layout<C>::ALONE) Alone<C>{at, softmax, keys, values, exact, byte_pages}.run();
+    else Attend<C>{at, query, softmax, keys, values, outliers, exact, byte_pages}.run();
 }
 
 }  // namespace signpost

@@ -52,8 +52,9 @@ struct BytePages {
 
     // ---- pages ----
 
-    // Copies of this warp's share of pages from ... to - 1: one out of WARPS, so that all are at the same place of memory.
+    // Copies of this warp's share of pages from ... to - 1: one out of WARPS, so that all are at the same place of memory; or all of them.
     __device__ __forceinline__ ByteFeed<C> feed(int from, int to) const {
+        if constexpr (L::ALONE) return {at, mine(), from, to - from};
         const int first = from + at.warp;
         return {at, mine(), first, (to - first + L::WARPS - 1) / L::WARPS};
     }
@@ -147,12 +148,11 @@ struct BytePages {
                 part.by[row] = __float2int_rn(fminf(fmaxf(score, -MOST_SCORE * SCORE_UNITS), MOST_SCORE * SCORE_UNITS));
             }
             return part;
-        }, [&](bool there, const Part<int>& part) {
+        }, [&](const Part<int>& part, auto... there) {
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                if (there) atomicAdd(key_sums() + row * T + part.to, part.by[row]);
-            }
-        }, [](bool, const Part<int>&) { return true; }, [](const Part<int>&) {});
+            for (int row = 0; row < ROWS; ++row) add_shared(shared_address(key_sums() + row * T + part.to), part.by[row], there...);
+            return true;
+        }, [](const Part<int>&) {});
     }
 
     // ---- softmax ----
@@ -267,17 +267,15 @@ struct BytePages {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) part.by[row] = p[row * T] * correction;
             return part;
-        }, [&](bool there, const Part<float>& part) {
+        }, [&](const Part<float>& part, auto... there) {
+            bool all = true;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 const bool fits = fabsf(part.by[row]) <= MOST_VALUE * VALUE_UNITS;
-                if (there) atomicAdd(value_sums() + row * D + part.to, __float2int_rn(fits ? part.by[row] : 0.f));
+                add_shared(shared_address(value_sums() + row * D + part.to), __float2int_rn(fits ? part.by[row] : 0.f), there...);
+                all &= fits;
             }
-        }, [&](bool there, const Part<float>& part) {
-            bool fits = true;
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) fits = fits && fabsf(part.by[row]) <= MOST_VALUE * VALUE_UNITS;
-            return !there || fits;
+            return all;
         }, [&](const Part<float>& part) {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {

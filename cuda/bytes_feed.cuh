@@ -54,7 +54,7 @@ struct ByteFeed {
     const int *const key_table, *const value_table;
     const int scale_from;      // the lane's piece of the tokens' scales and zero points, in a page or record
     const int directory_from;  // the lane's piece of a directory, in a record: of keys (lanes below PIECES), or of values (the next PIECES)
-    const int first, count;    // the warp's pages: first, first + WARPS, ...; none, if count is not positive
+    const int first, count;    // the warp's pages: first, first + STRIDE, ...; none, if count is not positive
     int taken;                 // pages whose ids were taken
     int2 ids;                  // (keys, values) of 32 pages, one a lane
     int2 now, next, later;     // of the page at hand, and of the next ones; behind the last page: the last one again
@@ -90,7 +90,7 @@ struct ByteFeed {
     // Asks for the ids of 32 pages, if there are more.
     __device__ __forceinline__ void ask() {
         if (taken >= count) return;
-        const int unit = first + min(taken + at.lane, count - 1) * L::WARPS;
+        const int unit = first + min(taken + at.lane, count - 1) * L::STRIDE;
         ids = make_int2(key_table[unit], value_table[unit]);
     }
     // Ids of the next page.
@@ -193,44 +193,46 @@ struct Rounds {
     const PageList& list;
     const int lane;
 
-    // N rounds, whose loads hide each other: first part(tile, block, index, correction) of all, then add(whether there is one, its part), and
-    // for the rare ones that are not fine(whether there is one, its part), other(part). tile(i): of the i-th outlier.
-    template <int N, typename T, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const unsigned short* correction, T&& tile, P&& part, A&& add, F&& fine, O&& other) const {
+    // N rounds, whose loads hide each other and of which all but the last are whole. First part(tile, block, index, correction) of all, then
+    // add(part, whether there is one), which says whether that was all; if not, which is rare, other(part). tile(i): of the i-th outlier.
+    template <int N, typename T, typename P, typename A, typename O>
+    __device__ __forceinline__ void rounds(int base, const unsigned char* index, const unsigned short* correction, T&& tile, P&& part, A&& add, O&& other) const {
+        const int mine = base + lane, final = min(mine + 32 * (N - 1), list.total - 1);
+        const bool there = mine + 32 * (N - 1) == final;
+        index += mine, correction += mine;
         unsigned in_tile[N], which[N], by[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int i = min(base + 32 * n + lane, list.total - 1);
-            which[n] = index[i], by[n] = correction[i], in_tile[n] = tile(i);
+            const int i = n + 1 < N ? 32 * n : final - mine;
+            which[n] = index[i], by[n] = correction[i], in_tile[n] = tile(mine + i);
         }
         decltype(part(0u, 0u, 0u, 0.f)) parts[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) parts[n] = part(in_tile[n], block_of<D>(by[n]), which[n], __half2float(__ushort_as_half(static_cast<unsigned short>(by[n]))));
+        bool all = true;
 #pragma unroll
-        for (int n = 0; n < N; ++n) add(base + 32 * n + lane < list.total, parts[n]);
-        bool all_fine = true;
-#pragma unroll
-        for (int n = 0; n < N; ++n) all_fine = all_fine && fine(base + 32 * n + lane < list.total, parts[n]);
-        if (!all_fine) {
+        for (int n = 0; n + 1 < N; ++n) all &= add(parts[n]);
+        all &= add(parts[N - 1], there);
+        if (!all) {
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                if (base + 32 * n + lane < list.total) other(parts[n]);
+                if (n + 1 < N || there) other(parts[n]);
             }
         }
     }
 
     // staged: the copy of the list, if it is not too long for one; else `record` has it, that of head `head`.
-    template <typename S, typename P, typename A, typename F, typename O>
-    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, int head, P&& part, A&& add, F&& fine, O&& other) const {
+    template <typename S, typename P, typename A, typename O>
+    __device__ __forceinline__ void all(const unsigned char* staged, const unsigned char* record, int head, P&& part, A&& add, O&& other) const {
         if (list.total <= PageListPlace::MOST) {
             const unsigned char* index = PageListPlace::indices(staged, list.start);
             const unsigned short* correction = PageListPlace::corrections(staged, list.start);
             const auto tile = [&](int i) { return list.tile(i); };
             int base = 0;
 #pragma unroll 1
-            for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, tile, part, add, fine, other);
+            for (; base + 64 < list.total; base += 96) rounds<3>(base, index, correction, tile, part, add, other);
 #pragma unroll 1
-            for (; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, fine, other);  // what two at once would save, their code costs
+            for (; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, other);  // what two at once would save, their code costs
         } else {
             const unsigned char* index = record + S::INDEX + list.start;
             const unsigned short* correction = reinterpret_cast<const unsigned short*>(record + S::CORRECTION) + list.start;
@@ -240,7 +242,7 @@ struct Rounds {
                 return (at >= starts[1] ? 1u : 0u) + (at >= starts[2] ? 1u : 0u) + (at >= starts[3] ? 1u : 0u);
             };
 #pragma unroll 1
-            for (int base = 0; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, fine, other);
+            for (int base = 0; base < list.total; base += 32) rounds<1>(base, index, correction, tile, part, add, other);
         }
         __syncwarp();
     }

@@ -32,7 +32,7 @@ struct ByteQuery {
         const unsigned to = shared_address(block);
         for (int i = threadIdx.x; i < B::COPIED / 16; i += L::THREADS) copy_async<16>(to + 16 * i, at.params.functions + 16 * i);
         constexpr int ALL = B::ANGLES + B::T * PAIRS * 4;  // turns by 1, 2, ... pages follow
-        const unsigned char* turns = at.params.functions + ALL + (L::WARPS - 1) * 8 * PAIRS;
+        const unsigned char* turns = at.params.functions + ALL + (L::STRIDE - 1) * 8 * PAIRS;
         if (threadIdx.x < PAIRS / 2) copy_async<16>(to + B::PAGE_TURNS + 16 * threadIdx.x, turns + 16 * threadIdx.x);
         copy_commit();
     }
@@ -61,7 +61,7 @@ struct ByteQuery {
             const float widest = fmaxf(fabsf(at.floats(L::KEY_SCALE)[pair]), fabsf(at.floats(L::KEY_SCALE)[pair + PAIRS]));
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const float x = at.floats(L::QUERY)[row * D + pair] * at.params.rope_scaling, y = at.floats(L::QUERY)[row * D + pair + PAIRS] * at.params.rope_scaling;
+                const float x = at.query()[row * D + pair] * at.params.rope_scaling, y = at.query()[row * D + pair + PAIRS] * at.params.rope_scaling;
                 turned[row][k] = make_float2(x * angle[k].x + y * angle[k].y, y * angle[k].x - x * angle[k].y);
                 if (k > 0 || at.lane >= 8 * B::FAST) bound[row] = fmaxf(bound[row], sqrtf(x * x + y * y) * widest);  // the fastest pairs stay halves
             }

@@ -37,13 +37,13 @@ struct Exact {
             return static_cast<const Model*>(token < SINKS ? side.sinks : side.window) + (row * at.params.h_kv + at.head) * D;
         }
     };
-    // Asks for what `tokens` will read, so that it is near by then. All threads.
-    __device__ __forceinline__ void ask(int first) const {
+    // Asks for what `tokens` will read, so that it is near by then. Threads `thread` of so many.
+    __device__ __forceinline__ void ask(int first, int thread, int threads) const {
         constexpr int LINES = D * static_cast<int>(sizeof(Model)) / 128;
         const int sinks = max(0, min(K::SINKS, at.length)), count = sinks + max(0, at.length - first);
         const Vectors<true> keys(at);
         const Vectors<false> values(at);
-        for (int i = threadIdx.x; i < 2 * LINES * count; i += L::THREADS) {
+        for (int i = thread; i < 2 * LINES * count; i += threads) {
             const int n = i / (2 * LINES), token = n < sinks ? n : first + n - sinks, line = i % LINES * (128 / static_cast<int>(sizeof(Model)));
             prefetch((i / LINES % 2 ? values(token) : keys(token)) + line);
         }
@@ -65,7 +65,7 @@ struct Exact {
         for (int s = 0; s < STEPS; ++s) {
             const int from = 8 * s + 2 * at.c;
             const unsigned a[4] = {pair_of(low + from), pair_of(high + from), pair_of(low + D / 2 + from), pair_of(high + D / 2 + from)};
-            query.multiply(a, at.words(L::EXACT_OPERAND), s, score);
+            query.multiply(a, at.words(at.exact_operand()), s, score);
         }
     }
 
@@ -84,12 +84,12 @@ struct Exact {
         }
     }
 
-    // Sinks, and all tokens from `first` on: 16 at a time, causal. idle: the first team that is done with its pages.
-    __device__ __forceinline__ void tokens(int first, int idle) {
+    // Sinks, and all tokens from `first` on: 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
+    __device__ __forceinline__ void tokens(int first, int begin, int step) {
         const int sinks = min(K::SINKS, at.length), sink_tiles = (sinks + TILE - 1) / TILE;
         const int tiles = sink_tiles + (max(0, at.length - first) + TILE - 1) / TILE;
 #pragma unroll 1
-        for (int i = at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle; i < tiles; i += L::TEAMS) {
+        for (int i = begin; i < tiles; i += step) {
             const int token = i < sink_tiles ? i * TILE : first + (i - sink_tiles) * TILE;
             const int end = i < sink_tiles ? sinks : at.length;
             float score[NT][4];

@@ -44,6 +44,8 @@ struct Layout {
     using V = typename C::Value;
     static constexpr int D = C::D, ROWS = C::ROWS, WARPS = C::WARPS, PHASES = C::PHASES, TURNS = C::TURNS;
     static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
+    static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
+    static constexpr int STRIDE = ALONE ? 1 : WARPS;  // from one page of a warp to its next one, by bytes
     static constexpr int PARTS = C::PARTS, TEAMS = WARPS / PARTS;
     static constexpr int THREADS = 32 * WARPS, STEPS = D / 16, SHARE = STEPS / PARTS, RUNS = SHARE / 4, SLOTS = PHASES * TURNS;
     static constexpr int NT = (ROWS + 7) / 8, COLUMNS = 8 * NT;
@@ -106,10 +108,10 @@ struct Layout {
     using KeyTiles = typename CodeWords<(K::BANDED > 0), false, KeyWords>::template Of<N>;
     template <int N>
     using ValueTiles = typename CodeWords<(V::BANDED > 0), VALUE_RAW, ValueWords>::template Of<N>;
-    static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES;  // f32 [ROWS][D]
-    static constexpr int PAGED_QUERY = QUERY + ROWS * D * 4;                                         // f32 [ROWS][D]
-    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? ROWS * D * 4 : 0);               // f16
-    static constexpr int PAGED_OPERAND = EXACT_OPERAND + QUERY_WORDS * 4;                            // f16 [buffers]
+    static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES, QUERY_BYTES = ROWS * D * 4;  // f32 [ROWS][D], of each warp if they are alone
+    static constexpr int PAGED_QUERY = QUERY + QUERY_BYTES * (ALONE ? WARPS : 1);                    // f32 [ROWS][D]
+    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? QUERY_BYTES : 0);                // f16; of warps alone it lies where pages were
+    static constexpr int PAGED_OPERAND = EXACT_OPERAND + (ALONE ? 0 : QUERY_WORDS * 4);              // f16 [buffers]
     // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores.
     static constexpr int SKETCH_ROWS = (ROWS + 1) / 2;  // operands
     static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][SKETCH / 32][32][8]
@@ -133,8 +135,10 @@ struct Layout {
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
     static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
+    static constexpr int MOST_CHUNKS = 256, CHUNKS = (TOTAL + 3 * ROWS * 4 + 15) / 16 * 16;  // s64 [MOST_CHUNKS + 1], of warps alone: 32 sequences each
+    static constexpr int PARKED = CHUNKS + (ALONE ? MOST_CHUNKS * 8 + 16 : 0), PARKED_BYTES = 128;  // [WARPS]: what the loop over pages does not need
     // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
-    static constexpr int CORRECTIONS = (TOTAL + 3 * ROWS * 4 + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
+    static constexpr int CORRECTIONS = (PARKED + WARPS * PARKED_BYTES + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
     static constexpr int BYTE_TABLES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);
     static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
@@ -182,6 +186,10 @@ struct Place : Task {
         : Task{}, params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
           part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
 
+    // The query, and where it is as the operand that meets exact tokens.
+    __device__ __forceinline__ float* query() const { return floats(L::QUERY + (L::ALONE ? warp * L::QUERY_BYTES : 0)); }
+    __device__ __forceinline__ int exact_operand() const { return L::ALONE ? L::RING + warp * L::WARP_BYTES : L::EXACT_OPERAND; }
+
     __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
     __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
     __device__ __forceinline__ __half* halves(int offset) const { return reinterpret_cast<__half*>(shared + offset); }
@@ -191,6 +199,20 @@ struct Place : Task {
         sequence = b, length = tokens, offset = first;
         key_units = L::template packed<typename L::K>(length - params.m);
         value_units = L::template packed<typename L::V>(length - params.m);
+    }
+
+    // Codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment, and what was copied before; many lanes then wait for one load,
+    // not one after the other for each of theirs. All threads; ends with a barrier.
+    __device__ __forceinline__ const float* codebooks() const {
+        using K = typename L::K;
+        using V = typename L::V;
+        float* const books = floats(L::BOOKS);
+        for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), params.key.values + i);
+        for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), params.value.values + i);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+        return books;
     }
 
     // The head's step that is this warp's step s.
@@ -269,12 +291,16 @@ using AllChoices = List<
     Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
     Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
+// Warps alone, whose pages go by bytes.
+using AloneChoices = List<Choice<12, 64, 1, 0>, Choice<11, 64, 1, 0>, Choice<10, 64, 1, 0>, Choice<9, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>,
+                          Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>>;
 // For what fits none of them with any number of rows.
 using SmallChoices = List<Choice<2, 16, 1, 2>, Choice<2, 16, 1, 1>>;
 
-template <typename Shape, int R, int B>
+template <typename Shape, int R, int B, bool A = false>
 struct Fitted : Shape {
     static constexpr int ROWS = R, BLOCKS = B;
+    static constexpr bool ALONE = A;
 };
 
 // Which of them, and the query rows of a block: as many as the shape asks for, or half of them, and so on, until a choice fits.
@@ -288,17 +314,25 @@ constexpr int rows_that_fit() {
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
-// As many blocks share a multiprocessor as the shape asks for, if they fit with all rows, else one.
-template <typename Shape>
+// Warps are alone if the shape asks for it and pages go by bytes; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
+template <typename Shape, bool ALONE = Shape::ALONE && AloneChoices::FITS<Fitted<Shape, Shape::ROWS, 1, true>>>
 struct Plan {
-    static constexpr int BLOCKS = AllChoices::FITS<Shape> ? Shape::BLOCKS : 1;
+    static constexpr int BLOCKS = AllChoices::FITS<Fitted<Shape, Shape::ROWS, Shape::BLOCKS>> ? Shape::BLOCKS : 1;
     static constexpr int ROWS = BLOCKS > 1 ? Shape::ROWS : rows_that_fit<Shape>();
     using Shared = Fitted<Shape, ROWS, BLOCKS>;
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
-    static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES;
+    static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
+};
+template <typename Shape>
+struct Plan<Shape, true> {
+    static constexpr int BLOCKS = 1, ROWS = Shape::ROWS;
+    using Shared = Fitted<Shape, ROWS, 1, true>;
+    using Config = typename AloneChoices::template Config<Shared>;
+    static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
+    static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
 };
 
 }  // namespace signpost

@@ -24,15 +24,17 @@ struct Line {
     static_assert(L::WARP_BYTES >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
 
     long long total;
-    double share;                     // of a block, of the line
-    int h_kv, blocks, rest;           // blocks that take part; what stands for the other tokens of a head
-    int weight, before, all_weights;  // of a unit of head `lane`, of all heads before it, and of all heads
+    double share;          // of a block, of the line
+    int blocks, rest;      // blocks that take part; what stands for the other tokens of a head
+    int all_weights;       // of a unit of all heads
     int weighed;
+    int weight, before;    // of a unit of head `lane`, and of all heads before it: they come last, for only they differ among lanes
 
     // All threads of a block, one barrier if pages are weighed. length: of sequence `lane`, 0 if there is none. memory: shared, int [WARPS][HEADS] for a
     // moment.
-    __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, int* memory) : h_kv(params.h_kv), weight(1), before(0), all_weights(params.h_kv) {
+    __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, int* memory) : all_weights(params.h_kv), weight(1), before(0) {
         // What does not depend on lengths, while they are on their way.
+        const int h_kv = params.h_kv;
         const long long heads = static_cast<long long>(params.b) * h_kv;
         const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
         const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
@@ -64,13 +66,14 @@ struct Line {
     }
 
     // The last head of a sequence with `count` units that does not begin behind `x`, counted from where the sequence begins.
-    __device__ __forceinline__ int head_at(long long x, int count, int lane) const {
+    __device__ __forceinline__ int head_at(long long x, int count, int h_kv, int lane) const {
         if (!weighed) return x <= 0 ? 0 : min(h_kv - 1, static_cast<int>(static_cast<double>(x) * reciprocal(count + rest) + 1e-9));
         const bool begun = lane < h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
         return max(0, __popc(__ballot_sync(~0u, begun)) - 1);
     }
 
     __device__ __forceinline__ void weigh(const AttendParams& params, int warp, int lane, int* memory) {
+        const int h_kv = params.h_kv;
         int rounds = 0, looked = 0;  // of head `lane`; the same for all
 #pragma unroll
         for (int k = 0; k < SAMPLES; ++k) {

@@ -13,7 +13,7 @@ struct MergeParams {
     const float* mean;      // of values, [h_kv][D]
     long long out_sequence, out_token, out_head;
     int b, h_kv, g, m;
-    int grid;  // blocks of attend
+    int grid;  // places of what leaves results in attend: its blocks, or, of warps alone, (blocks + h_kv) * warps
 };
 
 template <typename Shape>
@@ -21,7 +21,7 @@ struct Merge {
     using C = typename Plan<Shape>::Config;
     using L = Layout<C>;
     using V = typename C::Value;
-    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = 16;
+    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = L::ALONE ? 2 : 16;
     // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
@@ -41,8 +41,9 @@ struct Merge {
         release_successor();
         const int first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
         const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
-        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
-        partial += static_cast<long long>(pair) * (ROWS * STRIDE);
+        const int place = L::ALONE ? head * params.b + sequence : pair;  // in the order of the line
+        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + place) * (ROWS * STRIDE);
+        partial += static_cast<long long>(place) * (ROWS * STRIDE);
         // Every warp weighs the blocks' results for itself, 32 at once, one a lane; a thread adds up one channel of all.
         const int lane = threadIdx.x % 32;
         auto state = [&](int block) { return block <= last ? make_float2(partial[block * (ROWS * STRIDE) + D], partial[block * (ROWS * STRIDE) + D + 1]) : make_float2(minus_infinity(), 0.f); };

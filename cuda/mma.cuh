@@ -84,6 +84,12 @@ __device__ __forceinline__ unsigned transpose8(unsigned x) {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+// Adds to a whole number in shared memory, in an order that nobody knows; if `there`, without a branch.
+__device__ __forceinline__ void add_shared(unsigned to, int x) { asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(to), "r"(x)); }
+__device__ __forceinline__ void add_shared(unsigned to, int x, bool there) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.shared.add.s32 [%0], %1;\n}" ::"r"(to), "r"(x), "r"(static_cast<int>(there)));
+}
+
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -170,23 +176,33 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 }
 #endif
 
-// A copy in local memory of what a loop does not need, so that it has more registers: left to itself the compiler keeps all of it there.
-template <typename N>
+// A copy in shared memory of what a loop does not need, so that it has more registers: left to itself the compiler keeps all of that in them. It is the
+// same for all lanes of a warp, whose place is `to`, but for the last OWN words, which stay in registers.
+template <typename N, int OWN = 0>
 struct Parked {
-    static constexpr int WORDS = sizeof(N) / sizeof(int);
+    static constexpr int WORDS = sizeof(N) / sizeof(int) - OWN, BYTES = WORDS * static_cast<int>(sizeof(int));
     static_assert(sizeof(N) % sizeof(int) == 0, "whole words");
-    volatile int words[WORDS];
+    int* const to;
+    int own[OWN > 0 ? OWN : 1];
 
-    __device__ __forceinline__ explicit Parked(const N& x) {
-        int now[WORDS];
+    __device__ __forceinline__ Parked(const N& x, void* place) : to(static_cast<int*>(place)) {
+        int now[WORDS + OWN];
         memcpy(now, &x, sizeof(N));
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) words[i] = now[i];
+        for (int i = 0; i < OWN; ++i) own[i] = now[WORDS + i];
+        __syncwarp();  // who took what was parked there before has it
+        if (threadIdx.x % 32 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) to[i] = now[i];
+        }
+        __syncwarp();
     }
     __device__ __forceinline__ void take(N& x) const {
-        int then[WORDS];
+        int then[WORDS + OWN];
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) then[i] = words[i];
+        for (int i = 0; i < WORDS; ++i) then[i] = *static_cast<volatile int*>(to + i);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) then[WORDS + i] = own[i];
         memcpy(&x, then, sizeof(N));
     }
 };

@@ -26,8 +26,8 @@ struct SideParams {
 struct AttendParams {
     SideParams key, value;
     const void* q;        // Model, strides below in numbers
-    float* partial;       // [row tiles][grid + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum
-    int* ranges;          // [b h_kv][2]: first and last block that has a result of a sequence's kv head
+    float* partial;       // [row tiles][places + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum; places: blocks, or (blocks + h_kv) * warps that are alone
+    int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head
     const int* lengths;   // [b] cached tokens, the new ones included
     const int* offsets;   // [b] position of token 0
     const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]

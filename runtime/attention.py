@@ -19,7 +19,7 @@ from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, attend_unit, fits_bytes, sharing
+from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, Sharing, attend_unit, fits_bytes, sharing, takes_bytes
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -149,18 +149,19 @@ class PagedAttention:
             moved.pop("unrotation", None)
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
-    def blocks(self, pairs: int, tokens: int) -> int:
-        """How many share a multiprocessor: `sharing`."""
-        return sharing(LayerFormat(self.key.format, self.value.format), pairs, tokens, self.grid)
+    def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
+        """How a batch of b sequences of at most so many tokens is dealt out, with so many query rows per kv head."""
+        takes = self.by_bytes and takes_bytes(self.key, self.value, self.rotation.rope, rows)
+        return sharing(LayerFormat(self.key.format, self.value.format), takes, b, self.h_kv, tokens, self.grid)
 
-    def unit(self, rows: int, blocks: int) -> jit.Unit:
-        """The kernels for so many query rows per kv head and blocks a multiprocessor (`sharing`)."""
+    def unit(self, rows: int, how: Sharing) -> jit.Unit:
+        """The kernels for so many query rows per kv head whose work is dealt out so."""
         dtype, rows = TYPES[self.dtype], min(rows, MOST_ROWS)
-        return attend_unit(self.key, self.value, self.rotation.rope, dtype, rows, self.by_bytes, blocks)
+        return attend_unit(self.key, self.value, self.rotation.rope, dtype, rows, self.by_bytes, how)
 
-    def module(self, rows: int, blocks: int) -> jit.Module:
+    def module(self, rows: int, how: Sharing) -> jit.Module:
         """The same, compiled. Not to be called first within a capture."""
-        return jit.load(self.unit(rows, blocks), self.device)
+        return jit.load(self.unit(rows, how), self.device)
 
     def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
         """A step of m new tokens for every sequence of a batch, whose tensors stay where they are.
@@ -212,13 +213,15 @@ class Step:
         for name, side, geometry in (("keys", key, kernels.key), ("values", value, kernels.value)):
             check_window(name, side, geometry.format, m)
         self._formats, self._m = (kernels.key.format, kernels.value.format), m
-        module = kernels.module(rows, kernels.blocks(b * kernels.h_kv, key.table.shape[1] * kernels.key.format.t))
+        module = kernels.module(rows, kernels.sharing(rows, b, key.table.shape[1] * kernels.key.format.t))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = module.integers["attend_rows"]
         self._tiles, self._rows = -(-rows // taken), rows
         self._grid = kernels.grid * module.integers["attend_blocks"]
-        slots = self._grid + 2 * b * kernels.h_kv
+        workers = module.integers["attend_workers"]  # of a block: what leaves partial results of its own
+        places = self._grid if workers == 1 else (self._grid + kernels.h_kv) * workers
+        slots = places + 2 * b * kernels.h_kv
         self.partial = torch.empty(
             self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
         )
@@ -242,7 +245,7 @@ class Step:
         self.merge_params = _Merge(
             self.partial.data_ptr(), 0, self.ranges.data_ptr(),
             *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
-            0, 0, 0, *sizes, self._grid,
+            0, 0, 0, *sizes, places,
         )  # fmt: skip
 
     def write(self, k: Tensor, v: Tensor) -> None:

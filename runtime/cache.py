@@ -28,7 +28,7 @@ from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, StepInputs, StepPackers
-from runtime.units import require_kernels, sharing, units
+from runtime.units import require_kernels, units
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -208,13 +208,8 @@ def _begin_kernels(
     """Begins to compile what steps and packing will load, all at once. Raises as `require_kernels`."""
     require_kernels(bundle)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    shared = {
-        sharing(formats, pairs * bundle.model.h_kv, max_tokens or 0, processors)
-        for formats in bundle.layers
-        for pairs in (1, b)
-        if formats
-    }
-    steps, arch = units(bundle, [dtype], sorted(shared)), jit.arch_of(device)
+    batches = [(sequences, max_tokens or 0, processors) for sequences in (1, b)]
+    steps, arch = units(bundle, [dtype], batches), jit.arch_of(device)
     jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
 
 

@@ -6,6 +6,7 @@ all from `artifacts.geometry`), the model's dimensions, and wraps the kernels of
 
 from collections.abc import Iterable, Iterator
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
 
 SHORT = 2048  # tokens of a sequence
+MANY = 2  # sequences' kv heads a multiprocessor
+MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
 
@@ -133,25 +136,61 @@ def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
     return is_smooth(inv_freq) and all(bool((book.abs() <= 1).all()) for book in codebooks)
 
 
-def sharing(fmt: LayerFormat, pairs: int, tokens: int, processors: int) -> int:
-    """How many blocks of the attention kernel are to share a multiprocessor: one's memory latency hides another's work.
+def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -> bool:
+    """Whether formats and dimensions allow that pages go by bytes (cuda/bytes_layout.cuh, which decides; a test holds
+    the two against each other). rows: query rows per kv head."""
 
-    pairs: of sequences and kv heads; tokens: the most that a sequence holds; processors: multiprocessors. Blocks then
-    have fewer warps. Measured (docs/kernels.md): worth it where a block has several heads; with outliers, which
-    take so much shared memory that few warps are left, only where these are short.
+    def plain(side: PageGeometry) -> bool:
+        fmt = side.format
+        few = fmt.banded or (fmt.dense and 2 <= fmt.dense.bits <= 4)
+        return bool(fmt.t == 64 and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
+
+    k, v, d = key.format, value.format, key.shape.d
+    turned = k.domain == "pre_rope" and rope.dim == d and rope.layout != "interleaved" and not k.rotate
+    whole = v.dense is not None and (v.dense.spans_heads or v.dense.scale_shape(value.shape)[2] == 1)
+    by_token = not v.sparse if v.banded else scale_kind(value) == "TOKEN" and whole and not v.rotate
+    alike = (k.window.recent, k.window.sinks) == (v.window.recent, v.window.sinks)
+    scaled = scale_kind(key) == "CHANNEL_BUNDLE"
+    return plain(key) and plain(value) and scaled and turned and by_token and alike and d <= 128 and rows <= 2
+
+
+class Sharing(NamedTuple):
+    """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
+    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block."""
+
+    blocks: int = 1
+    alone: bool = False
+
+
+def sharing(fmt: LayerFormat, takes: bool, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
+    """How a batch is dealt out best.
+
+    takes: whether pages go by bytes; b: sequences; tokens: the most that one holds; processors: multiprocessors.
+    Measured (docs/kernels.md): warps are alone where a multiprocessor has several heads; else, if these are many, two
+    blocks share it, which then have fewer warps; with outliers, which take so much shared memory that few are left,
+    only where sequences are short.
     """
+    many = b * h_kv >= MANY * processors
+    if many and takes and b <= MOST_ALONE:
+        return Sharing(1, True)
     outliers = fmt.key.sparse or fmt.value.sparse
-    return 2 if pairs >= 2 * processors and (not outliers or tokens <= SHORT) else 1
+    return Sharing(2 if many and (not outliers or tokens <= SHORT) else 1)
+
+
+def sharings(takes: bool) -> list[Sharing]:
+    """All that `sharing` may say."""
+    return [Sharing(1), Sharing(2), *[Sharing(1, True)][: int(takes)]]
 
 
 def attend_unit(
-    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, blocks: int = 1
+    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, how: Sharing = Sharing()
 ) -> Unit:
     """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
-    by_bytes: what `fits_bytes` says. blocks: that are to share a multiprocessor (`sharing`), if they fit.
+    by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
+    `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own).
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -163,11 +202,12 @@ struct Shape {{
     using Key = ::Key;
     using Value = ::Value;
     using Model = {dtype};
-    static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {blocks};
+    static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {how.blocks};
+    static constexpr bool ALONE = {str(how.alone).lower()};
 }};
 using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
-extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS;
+extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS, attend_workers = Plan::WORKERS;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
@@ -183,7 +223,7 @@ write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     signpost::Writer<Shape>::run(params);
 }}
 """
-    integers = ("attend_threads", "attend_shared", "attend_blocks", "attend_rows")
+    integers = ("attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers")
     return Unit("attend", source, ("attend", "merge", "write_tokens"), integers)
 
 
@@ -214,11 +254,13 @@ TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32
 
 
 def units(
-    bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16), shared: Iterable[int] = (1, 2)
+    bundle: Bundle,
+    dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16),
+    batches: Iterable[tuple[int, int, int]] | None = None,
 ) -> list[Unit]:
     """What a decode step of one token launches for this bundle, for models of these types, each unit once.
 
-    shared: numbers of blocks that share a multiprocessor (`sharing`).
+    batches: (sequences, tokens that one holds at most, multiprocessors); None: of any batch.
 
     Raises as `require_kernels`.
     """
@@ -229,6 +271,10 @@ def units(
     found: dict[Unit, None] = {}
     for layer, (key, value) in enumerate(bundle.geometry.pairs):
         by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
-        for dtype, blocks in product(dtypes, shared):
-            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, blocks)] = None
+        takes, formats = by_bytes and takes_bytes(key, value, model.rope, rows), LayerFormat(key.format, value.format)
+        ways = sharings(takes)
+        if batches is not None:
+            ways = sorted({sharing(formats, takes, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
+        for dtype, how in product(dtypes, ways):
+            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, how)] = None
     return list(found)

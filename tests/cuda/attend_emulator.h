@@ -94,6 +94,9 @@ namespace signpost {
 
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_memory()); }
+inline void add_shared(unsigned to, int x, bool there = true) {
+    if (there) atomicAdd(reinterpret_cast<int*>(shared_memory() + to), x);
+}
 
 inline double half_number(uint64_t bits, int which) {
     const unsigned short one = static_cast<unsigned short>(bits >> 16 * which);

@@ -13,7 +13,7 @@ from runtime import attention, jit
 from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import attend_unit, units
+from runtime.units import Sharing, attend_unit, side_struct, takes_bytes, units
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle
 
 ROPE = Rope(128, "half", 1.0, "default")
@@ -30,10 +30,10 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
     return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv), True)
 
 
-def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", blocks: int = 1) -> jit.Unit:
+def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = Sharing()) -> jit.Unit:
     formats = RECIPES[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
-    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, blocks)
+    return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -86,7 +86,32 @@ def test_outliers_on_both_sides_with_many_rows(rows: int, d: int) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     """Or one, where two do not fit."""
-    assert jit.compile_unit(recipe_unit(name, rows=rows, blocks=2), "sm_90a")
+    assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["kvquant-2", "kvquant-4"])
+def test_warps_alone(name: str, rows: int, arch: str) -> None:
+    assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
+
+
+def test_who_takes_pages_by_bytes() -> None:
+    """What Python says of formats and dimensions is what the kernels do."""
+    said, source = [], '#include "bytes_layout.cuh"\n'
+    for case in CASES:
+        rows = min(16, case.h_q // case.h_kv)
+        key, value = (PageGeometry.of(x, case.h_kv, case.d, side) for x, side in ((case.key, "key"), (case.value, "value")))
+        said.append(takes_bytes(key, value, case.rope, rows))
+        source += f"""namespace case{len(said)} {{
+{side_struct("Key", key, case.rope, True)}
+{side_struct("Value", value, None, True)}
+struct Shape {{ using Key = case{len(said)}::Key; using Value = case{len(said)}::Value; static constexpr int D = {case.d}, ROWS = {rows}; }};
+static_assert(signpost::Bytes<Shape>::POSSIBLE == {str(said[-1]).lower()}, "{case}");
+}}
+"""
+    assert True in said and False in said
+    assert jit.compile_unit(jit.Unit("takes", source + 'extern "C" __global__ void nothing() {}\n', ("nothing",), ()), "sm_90a")
 
 
 def test_tuned_kernels_without_outliers_do_not_spill() -> None:

@@ -20,7 +20,7 @@ from runtime.codec import Codec
 from runtime.pack import device_tables
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import MOST_ROWS, WRITE_THREADS
+from runtime.units import MOST_ROWS, WRITE_THREADS, Sharing
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle
 from tests.gpu import paged
 
@@ -101,7 +101,7 @@ class Module:
         structs = {"attend": _Attend, "merge": _Merge, "write_tokens": _Write}
         self.kernels = {name: Kernel(getattr(library, f"run_{name}"), struct) for name, struct in structs.items()}
         self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
-        for name in ("attend_blocks", "attend_rows"):
+        for name in ("attend_blocks", "attend_rows", "attend_workers"):
             self.integers[name] = ctypes.c_int.in_dll(library, name).value
 
     def kernel(self, name: str) -> Kernel:
@@ -115,21 +115,21 @@ class Emulated(PagedAttention):
     def _device(device) -> torch.device:
         return torch.device("cpu")
 
-    shared = 1  # blocks of a multiprocessor
+    how = Sharing()
     arch = 900
 
     def _processors(self) -> int:
         return BLOCKS
 
-    def blocks(self, pairs: int, tokens: int) -> int:
-        return self.shared
+    def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
+        return self.how
 
     @staticmethod
     def _stream(device: torch.device) -> int:
         return 0
 
-    def module(self, rows: int, blocks: int) -> Module:
-        return Module(build(self.unit(rows, blocks).source, arch=self.arch))
+    def module(self, rows: int, how: Sharing) -> Module:
+        return Module(build(self.unit(rows, how).source, arch=self.arch))
 
 
 @pytest.fixture(autouse=True)
@@ -183,8 +183,8 @@ def test_fewer_rows_a_block_where_shared_memory_is_small(g, m, monkeypatch):
     monkeypatch.setattr(Emulated, "arch", 890)
     taken = []
 
-    def built(self, rows, blocks, module=Emulated.module):
-        found = module(self, rows, blocks)
+    def built(self, rows, how, module=Emulated.module):
+        found = module(self, rows, how)
         taken.append((rows, found.integers["attend_rows"]))
         return found
 
@@ -219,8 +219,27 @@ BANDED = LayerFormat(
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
-    monkeypatch.setattr(Emulated, "shared", 2)
+    monkeypatch.setattr(Emulated, "how", Sharing(2))
     check(case(formats, 2 * g), [1, 66, 330, 130])
+
+
+@pytest.mark.parametrize("g", [1, 2])
+@pytest.mark.parametrize("formats", [kvquant(3), with_outliers(0.02), with_outliers(0.1, 4), BANDED], ids=str)
+def test_warps_alone(formats, g, monkeypatch):
+    """Heads of fewer units than warps, sequences that several warps share, within a block and across."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    check(case(formats, 2 * g), [1, 66, 330, 130])
+    check(case(formats, 2 * g, d=64), [3, 200, 64])
+
+
+def test_warps_alone_with_several_new_tokens(monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    check(case(with_outliers(0.02), 2), [2, 66, 700, 130], 2)
+
+
+def test_warps_alone_with_more_sequences_than_lanes(monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    check(case(with_outliers(0.02), 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10)
 
 
 def test_more_sequences_than_lanes():

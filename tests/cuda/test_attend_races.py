@@ -7,8 +7,8 @@ import pytest
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
 from runtime.attention import _Attend
-from runtime.units import MOST_ROWS, TYPES, attend_unit
-from tests.cuda.test_attend_emulated import WEIGHED, Emulated, Module, build, case, with_outliers
+from runtime.units import MOST_ROWS, TYPES, Sharing, attend_unit
+from tests.cuda.test_attend_emulated import BANDED, WEIGHED, Emulated, Module, build, case, with_outliers
 from tests.formats import Case, kivi, kvquant
 from tests.gpu import paged
 
@@ -20,9 +20,9 @@ class Watched(Emulated):
 
     library: ctypes.CDLL
 
-    def module(self, rows: int, blocks: int) -> Module:
+    def module(self, rows: int, how: Sharing) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, blocks
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, how
         )
         Watched.library = build(unit.source, races=True)
         return Module(Watched.library)
@@ -68,6 +68,12 @@ def test_no_races_of_many_outliers(monkeypatch):
 @pytest.mark.parametrize("g", [1, 4])  # by bytes, and the other way
 def test_no_races_where_heads_are_weighed(g, monkeypatch):
     assert races(case(with_outliers(0.02), 2 * g, d=64), WEIGHED, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("formats", [with_outliers(0.02), kvquant(2), BANDED], ids=["outliers", "kvquant", "banded"])
+def test_no_races_of_warps_alone(formats, monkeypatch):
+    monkeypatch.setattr(Watched, "how", Sharing(1, alone=True))
+    assert races(case(formats, 2), [300, 65, 1, 500], monkeypatch) == 0
 
 
 KERNEL = """

@@ -1,0 +1,241 @@
+// Attention of many sequences whose pages go by bytes: a warp takes whole sequences of a kv head, or parts of them, and nobody waits for it.
+//
+// The line of units (cuda/line.cuh) has all sequences of a head, then those of the next head. A block takes an equal stretch of it, its warps take equal parts of what
+// the block has of a head, one after the other. So tables of a head's scales are made once for many sequences, and a sequence's beginning and end cost one
+// warp's instructions: no barriers, and no results that warps add up. What a warp has of a (sequence, kv head) is a partial result of its own.
+#pragma once
+
+#include "bytes.cuh"
+#include "exact.cuh"
+#include "keys.cuh"
+#include "values.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct Alone {
+    using L = Layout<C>;
+    using V = typename C::Value;
+    using Model = typename C::Model;
+    static constexpr int D = L::D, ROWS = L::ROWS, WARPS = L::WARPS;
+    // What things cost, in exact tiles of 16 tokens: a page, and beginning and ending a sequence.
+    static constexpr int PAGE = 4, ENDS = 3;
+
+    Place<C>& at;
+    Softmax<C>& softmax;
+    Keys<C>& keys;
+    Values<C>& values;
+    Exact<C>& exact;
+    typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
+
+    // Where a warp is on a head's part of the line, of which it has what lies from `first` to before `last`.
+    struct Walk {
+        long long first, last, base;
+        int chunk, i;        // sequence i of the chunk is at `base`
+        int length, offset;  // of sequences, one a lane
+        static constexpr int OWN = 2;  // words of a lane's own, the last ones
+    };
+    using ParkedWalk = Parked<Walk, Walk::OWN>;
+    using ParkedTask = Parked<Task>;
+    static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
+    static_assert(L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
+
+    __device__ __forceinline__ void run() {
+        if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
+        byte_pages.prepare();
+        const float* const books = at.codebooks();
+        byte_pages.take_codebooks(books, books + 256);
+        __syncthreads();
+        await_predecessor();
+        const AttendParams& params = at.params;
+        const long long all = measure();  // a head's part of the line
+        const long long first = begin(all, blockIdx.x), last = begin(all, blockIdx.x + 1);
+        for (at.head = static_cast<int>(first / all); at.head < params.h_kv && at.head * all < last; ++at.head) {
+            const long long base = at.head * all, from = max(first - base, 0ll), count = min(last - base, all) - from;
+            tables();
+            walk(from + count * at.warp / WARPS, from + count * (at.warp + 1) / WARPS);
+        }
+    }
+    __device__ __forceinline__ long long begin(long long all, int block) const { return all * at.params.h_kv * block / gridDim.x; }
+
+    // What is made of a head's scales. All threads.
+    __device__ __forceinline__ void tables() {
+        keys.fetch();
+        values.fetch();
+        __syncthreads();  // nobody reads those of the last head any more
+        keys.load();
+        values.load();
+        __syncthreads();
+        byte_pages.keys.fold();
+        __syncthreads();
+    }
+
+    // ---- the line of a head ----
+
+    // Of a sequence of so many tokens.
+    __device__ __forceinline__ int weight(int tokens) const {
+        const int units = L::units(tokens - at.params.m);
+        return PAGE * units + (max(tokens - units * L::T, 0) + TILE - 1) / TILE + ENDS;
+    }
+    __device__ __forceinline__ int number(const int* of, int chunk) const { return 32 * chunk + at.lane < at.params.b ? of[32 * chunk + at.lane] : 0; }
+    __device__ __forceinline__ int weight(int chunk, int length) const { return 32 * chunk + at.lane < at.params.b ? weight(length) : 0; }
+    // s64 [MOST_CHUNKS + 1]: where 32 sequences begin.
+    __device__ __forceinline__ long long* chunks() const { return reinterpret_cast<long long*>(at.shared + L::CHUNKS); }
+
+    // Leaves where chunks of sequences begin; how long the line is. All threads.
+    __device__ __forceinline__ long long measure() const {
+        const int count = (at.params.b + 31) / 32;
+        for (int chunk = at.warp; chunk < count; chunk += WARPS) {
+            const int sum = __reduce_add_sync(~0u, weight(chunk, number(at.params.lengths, chunk)));
+            if (at.lane == 0) chunks()[chunk] = sum;
+        }
+        __syncthreads();
+        if (at.warp == 0) {
+            long long before = 0;
+            for (int some = 0; some < count; some += 32) {
+                const long long mine = some + at.lane < count ? chunks()[some + at.lane] : 0;
+                long long sum = mine;  // with all lanes before
+#pragma unroll
+                for (int far = 1; far < 32; far *= 2) {
+                    const long long others = __shfl_up_sync(~0u, sum, far);
+                    sum += at.lane >= far ? others : 0;
+                }
+                if (some + at.lane < count) chunks()[some + at.lane] = before + sum - mine;
+                before += __shfl_sync(~0u, sum, 31);
+            }
+            if (at.lane == 0) chunks()[count] = before;
+        }
+        __syncthreads();
+        return chunks()[count];
+    }
+
+    // Goes through the sequences from `first` to before `last` of the head's line. Who has nothing leaves empty results within a sequence: the merge reads
+    // those of all warps of its range.
+    __device__ __forceinline__ void walk(long long first, long long last) {
+        Walk here{first, last, 0, 0, 0, 0, 0};
+        int behind = (at.params.b + 31) / 32;  // the chunk lies before it
+        while (behind - here.chunk > 1) {
+            const int middle = (here.chunk + behind) / 2;
+            if (chunks()[middle] <= first) here.chunk = middle;
+            else behind = middle;
+        }
+        here.base = chunks()[here.chunk];
+        for (; 32 * here.chunk < at.params.b && here.base < here.last; ++here.chunk) {
+            here.length = number(at.params.lengths, here.chunk), here.offset = number(at.params.offsets, here.chunk);
+            for (here.i = 0; here.i < min(32, at.params.b - 32 * here.chunk) && here.base < here.last; ++here.i) {
+                const int tokens = __shfl_sync(~0u, here.length, here.i);
+                const long long next = here.base + weight(tokens);
+                if (next > here.first) {
+                    at.take(32 * here.chunk + here.i, tokens, __shfl_sync(~0u, here.offset, here.i));
+                    at.from = unit(here.first - here.base), at.to = unit(here.last - here.base);
+                    at.begins = here.base >= here.first, at.ends = next <= here.last;
+                    ParkedWalk there(here, parked());
+                    sequence();
+                    there.take(here);
+                }
+                here.base += weight(tokens);
+            }
+        }
+    }
+    __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + at.warp * L::PARKED_BYTES; }
+    // The first unit of the sequence at hand that begins at x or behind it.
+    __device__ __forceinline__ int unit(long long x) const { return static_cast<int>(min(max((x + PAGE - 1) / PAGE, 0ll), static_cast<long long>(at.units()))); }
+
+    // ---- a sequence ----
+
+    // The warp's place among all that leave results: in the order of the line, each once for a head.
+    __device__ __forceinline__ int worker() const { return (static_cast<int>(blockIdx.x) + at.head) * WARPS + at.warp; }
+    __device__ __forceinline__ int pair() const { return at.head * at.params.b + at.sequence; }
+
+    // Does the task at hand.
+    __device__ __forceinline__ void sequence() {
+        if (at.lane == 0) {
+            int* const range = at.params.ranges + 2 * (at.sequence * at.params.h_kv + at.head);
+            if (at.begins) range[0] = worker();
+            if (at.ends) range[1] = worker();
+        }
+        softmax.reset();
+        if (at.from >= at.to && !at.ends) {
+            store(worker() + pair());
+            return;
+        }
+        auto feed = byte_pages.feed(at.from, at.to);
+        __syncwarp();  // nobody reads what lies there any more
+        feed.begin();
+        put_query();
+        if (at.ends) exact.ask(exact_from(), at.lane, 32);
+        feed.start();
+        ParkedTask there(at, parked() + ParkedWalk::BYTES);
+        byte_pages.run(feed, softmax);
+        there.take(at);
+        if (L::APART) {
+            store(worker() + pair());
+            if (at.ends) {
+                softmax.reset();
+                exact_rest();
+                store(places() + at.params.b * at.params.h_kv + pair());
+            }
+        } else {
+            if (at.ends) exact_rest();
+            store(worker() + pair());
+        }
+    }
+    __device__ __forceinline__ int places() const { return (static_cast<int>(gridDim.x) + at.params.h_kv) * WARPS; }
+    __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + at.units() * L::T; }
+
+    // The query of the sequence and head to shared memory, scaled. The warp meets.
+    __device__ __forceinline__ void put_query() const {
+        const AttendParams& params = at.params;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const int which = blockIdx.y * ROWS + row;
+            const Model* from = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + which / params.g * params.q_token + (at.head * params.g + which % params.g) * params.q_head;
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = which < params.g * params.m ? to_float(from[32 * i + at.lane]) * params.scale : 0.f;
+        }
+        __syncwarp();
+    }
+
+    // All tokens that are exact.
+    __device__ __forceinline__ void exact_rest() {
+        __half* const operand = at.halves(at.exact_operand());
+        __syncwarp();
+        for (int i = at.lane; i < L::QUERY_WORDS / 4; i += 32) reinterpret_cast<uint4*>(operand)[i] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no row
+        __syncwarp();
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                const int channel = 32 * i + at.lane;
+                operand[Query<C>::column_half(row) + Query<C>::channel_half(channel)] = to_half(at.query()[row * D + channel]);
+            }
+        }
+        __syncwarp();
+        exact.tokens(exact_from(), 0, 1);
+    }
+
+    // Writes the warp's result to `slot` of the partial results.
+    __device__ __forceinline__ void store(int slot) {
+        float* const to = at.params.partial + (static_cast<long long>(blockIdx.y) * (places() + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float sum = softmax.sum[0][e], zeros = softmax.zeros[0][e];
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) {
+                sum += __shfl_xor_sync(~0u, sum, mask);
+                if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros += __shfl_xor_sync(~0u, zeros, mask);
+            }
+            const int row = 2 * at.c + e;
+            if (row >= ROWS) continue;
+            float* const of_row = to + row * (D + 2);
+#pragma unroll
+            for (int u = 0; u < L::SHARE; ++u) {
+#pragma unroll
+                for (int upper = 0; upper < 2; ++upper) of_row[16 * u + 8 * upper + at.r] = softmax.out[u][0][2 * upper + e] + zeros;
+            }
+            if (at.r == 0) of_row[D] = softmax.maximum[0][e], of_row[D + 1] = sum;
+        }
+    }
+};
+
+}  // namespace signpost
