@@ -13,6 +13,7 @@ float16. Behind a first difference texts differ, so the first one counts.
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ class Banning(HFDecoder):
 
     banned: int | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        logits = super().forward(tokens, positions, attend)
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Sequence[int] | None = None) -> Tensor:
+        logits = super().forward(tokens, positions, attend, behind)
         if self.banned is not None:
             logits[:, self.banned] = -torch.inf
         return logits

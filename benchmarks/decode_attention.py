@@ -272,7 +272,7 @@ class Measured:
 def unit_of(kernels: PagedAttention, b: int, n: int) -> jit.Unit:
     """What a step of b sequences of n tokens loads."""
     fmt = kernels.key.format
-    return kernels.unit(kernels.g, kernels.blocks(b * kernels.h_kv, fmt.window.pages(n, fmt.t) * fmt.t))
+    return kernels.unit(kernels.g, kernels.sharing(kernels.g, b, fmt.window.pages(n, fmt.t) * fmt.t))
 
 
 def measure(shape: str, name: str, given: Measured, dense_us: float, copy: float) -> Row:

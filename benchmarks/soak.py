@@ -223,8 +223,8 @@ class Watching(HFDecoder):
         super().__init__(model, bundle)
         self.seen: list[Tensor] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        logits = super().forward(tokens, positions, attend)
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Sequence[int] | None = None) -> Tensor:
+        logits = super().forward(tokens, positions, attend, behind)
         self.seen.append(logits[0].cpu())
         return logits
 

@@ -1,7 +1,7 @@
 // The line of units: who does what.
 //
 // It has, of every sequence and kv head, the units of which both sides are packed, and some more that stand for all other tokens.
-// Blocks take equal stretches of it. A unit's weight is what it costs: where pages have outliers, and blocks have many of them, heads that have
+// Blocks take equal stretches of it. A unit's weight is what it costs: where pages by bytes have outliers, and blocks have many of them, heads that have
 // more outliers weigh more, as a sample of the pages says.
 #pragma once
 
@@ -14,13 +14,12 @@ struct Line {
     using L = Layout<C>;
     using K = typename C::Key;
     using V = typename C::Value;
-    static constexpr bool OUTLIERS = (K::SPARSE || V::SPARSE) && K::T == V::T;
+    static constexpr bool OUTLIERS = L::BYTES && (K::SPARSE || V::SPARSE);
     // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block.
-    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (L::BYTES ? 22 : 20) / C::BLOCKS;
-    // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; units
-    // of a block that make it worth while; tokens whose outliers go through rounds together.
-    static constexpr int OF_A_PAGE = L::BYTES ? L::D / 8 : L::D * L::PAGE / 320, HEADS = 32, SAMPLES = 2, WORTH = (L::BYTES ? 128 : 64) * 64 / L::T;
-    static constexpr int TOGETHER = L::BYTES ? L::PAGE : TILE;
+    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (!L::BYTES ? 10 : OUTLIERS ? 22 : 36) / C::BLOCKS;
+    // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; pages
+    // of a block that make it worth while.
+    static constexpr int OF_A_PAGE = L::D / 4, HEADS = 32, SAMPLES = 2, WORTH = 128;
     static_assert(L::WARP_BYTES >= (OUTLIERS ? HEADS * 4 : 0), "what is idle holds what warps counted");
 
     long long total;
@@ -78,7 +77,7 @@ struct Line {
 #pragma unroll
         for (int k = 0; k < SAMPLES; ++k) {
             const int i = warp * SAMPLES + k, sequence = i % params.b, page = i / params.b;  // the first ones: their ids are known soonest
-            if (page >= packed(params, sequence) / (L::PAGE / L::T)) continue;
+            if (page >= packed(params, sequence)) continue;
             if (lane < h_kv) rounds += of_page<K>(params.key, sequence, page, lane) + of_page<V>(params.value, sequence, page, lane);
             ++looked;
         }
@@ -105,10 +104,7 @@ struct Line {
         if constexpr (!S::SPARSE) return 0;
         const long long id = side.table[sequence * side.table_stride + page];
         const unsigned* starts = reinterpret_cast<const unsigned*>(side.records + id * S::RECORD_BYTES + S::START) + head * (S::T / TILE);
-        int rounds = 0;
-#pragma unroll
-        for (int tile = 0; tile < S::T / TILE; tile += TOGETHER / TILE) rounds += (static_cast<int>(starts[tile + TOGETHER / TILE] - starts[tile]) + 31) / 32;
-        return rounds;
+        return (static_cast<int>(starts[S::T / TILE] - starts[0]) + 31) / 32;
     }
 };
 

@@ -89,6 +89,18 @@ class LayerCache(CacheLayer):
         self.value.append(i, v, n)
         self.offsets[i], self.lengths[i] = offset, n + k.shape[0]
 
+    def append_prompts(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: Sequence[int]) -> None:
+        """As `CacheLayer.append_prompts`; on a GPU all are packed at once, and numbers that cannot be packed are told
+        by `KVCache.checked_once`."""
+        if not has_kernels(self.device):
+            super().append_prompts(sequences, k, v, counts)
+            return
+        self.room.take(dict(zip(sequences, counts, strict=True)))
+        for side, x in ((self.key, k), (self.value, v)):
+            side.pack_prompts(self.room.prompt_rows(side.format, sequences, counts), x.transpose(1, 2))
+        for i, n in zip(sequences, counts, strict=True):
+            self.offsets[i], self.lengths[i] = 0, n
+
     def step(self, h_q: int) -> LayerStep:
         """The kernels of a decode step on the GPU, loaded once."""
         if self._step is None:

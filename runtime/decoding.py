@@ -53,8 +53,9 @@ class Decoder(Protocol):
     def require(self, bundle: Bundle) -> None:
         """Raises BundleMismatchError for a bundle of another model."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Sequence[int] | None = None) -> Tensor:
+        """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m], or behind
+        token behind[row] of each row."""
 
 
 class Prompt:
@@ -131,6 +132,31 @@ class Prompt:
         if self.source is not None:
             return self.kv.layers[layer].attend_behind(self.source, q, keys, values, scaling)
         return self.kv.layers[layer].prompt(q, keys, values, scaling).transpose(1, 2)
+
+
+class Prompts:
+    """Several prompts, each whole into an empty sequence, in one pass: what it costs beside arithmetic is paid once.
+
+    Shorter ones are filled up behind, where nothing of theirs looks: attention is causal.
+    """
+
+    def __init__(self, decoder: Decoder, kv: KVCache, sequences: Sequence[int], prompts: Sequence[Sequence[int]]):
+        self.decoder, self.kv, self.sequences, self.prompts = decoder, kv, list(sequences), [list(p) for p in prompts]
+
+    def advance(self) -> Tensor:
+        """Logits [prompts, vocabulary] behind each of them. Raises as `Prompt.advance`: release the sequences."""
+        counts = [len(prompt) for prompt in self.prompts]
+        longest = max(counts)
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts])
+        positions = torch.arange(longest, device=self.decoder.device).expand(len(counts), -1)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+            out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
+            self.kv.layers[layer].append_prompts(self.sequences, k, v, counts)
+            return out
+
+        with self.kv.checked_once():
+            return self.decoder.forward(tokens.to(self.decoder.device), positions, attend, [n - 1 for n in counts])
 
 
 class HostSteps:

@@ -4,8 +4,9 @@
     for token in engine.stream(engine.submit([1, 450, 3681], max_new_tokens=64)):
         ...
 
-A step admits what finds room, works on one prompt for a chunk, and decodes one token for every running request. Room
-for all of a request's tokens is reserved when it is admitted, so nothing that runs is broken off for want of pages.
+A step admits what finds room, works on one prompt for a chunk or on several short ones at once, and decodes one token
+for every running request. Room for all of a request's tokens is reserved when it is admitted, so nothing that runs is
+broken off for want of pages.
 
 What many requests begin with is processed once, and shared by those that are forked from it:
 
@@ -27,10 +28,13 @@ from torch import Tensor
 from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
-from runtime.decoding import Decoder, Prompt, steps_of
+from runtime.decoding import Decoder, Prompt, Prompts, steps_of
 from runtime.sampling import NONE, Sampling, choose
 
 Reason = Literal["length", "stop", "cancelled", "failed"]
+
+
+TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
 
 
 class RequestError(SignpostError, ValueError):
@@ -70,6 +74,7 @@ class Generation:
     tokens  new ones so far, the stop token or sequence that ended them included
     reason  why it ended; None while it has not. `failed`: `error` says how
     prefix  what the prompt comes behind
+    apart   its prompt is not processed together with others': that failed
     """
 
     prompt: tuple[int, ...]
@@ -82,6 +87,7 @@ class Generation:
     sequence: int | None = None  # of the cache, while it runs
     draws: torch.Generator = field(default_factory=torch.Generator)
     prefix: Prefix | None = None
+    apart: bool = False
 
     def __str__(self) -> str:
         behind = f" behind {self.prefix}" if self.prefix else ""
@@ -120,8 +126,9 @@ class Engine:
     sequences   the most requests that run at once
     max_tokens  the most that one of them may hold: prefix, prompt and new tokens
     budget      bytes of the cache; None: room for all sequences at full length
-    chunk       tokens of a prompt that are processed between two decode steps; None: whole prompts. Chunks make others
-                wait less, but the prompt's keys and values are held in full precision until it is complete
+    chunk       tokens of prompts that are processed between two decode steps; None: a whole prompt, or several that
+                have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
+                it is complete
     capture     on the GPU, decode steps as CUDA graphs
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
@@ -300,6 +307,8 @@ class Engine:
         """Admits what comes next if there is room, and processes a chunk of it; returns as `step`."""
         if not (self.prompt or self.waiting):
             return []
+        if not self.prompt and len(few := self._few()) > 1:
+            return self._process(few)
         work = self.prompt[0] if self.prompt else self.waiting[0]
         try:
             self.prompt = self.prompt or self._admit(work)
@@ -316,11 +325,68 @@ class Engine:
         self.prompt = None
         if isinstance(work, Prefix):
             return []
-        assert work.sequence is not None
-        self.running[work.sequence] = work
-        self._begun(work)
-        self._take(work, tokens[0])
+        self._start(work, tokens[0])
         return [work]
+
+    def _start(self, request: Generation, token: int) -> None:
+        """The request's prompt is in the cache, and the model says this token."""
+        assert request.sequence is not None
+        self.running[request.sequence] = request
+        self._begun(request)
+        self._take(request, token)
+
+    def _few(self) -> list[Generation]:
+        """The first of those that wait, as many as may be processed together if there is room."""
+        if self.kv.bundle.model.rope.kind in ("dynamic", "longrope"):
+            return []  # the model turns keys of all prompts of a pass as its longest one wants
+        most, free = self.chunk or PADDED, self.sequences - len(self.running)
+        found: list[Generation] = []
+        for work in self.waiting:
+            if isinstance(work, Prefix) or work.prefix or work.apart or len(found) == min(free, TOGETHER):
+                break
+            sizes = [len(request.prompt) for request in (*found, work)]
+            if max(sizes) * len(sizes) > min(most, 2 * sum(sizes)):
+                break
+            found.append(work)
+        return found
+
+    def _process(self, few: list[Generation]) -> list[Generation]:
+        """Admits as many of these as find room and processes their prompts in one pass; returns as `step`.
+
+        Where that fails, they wait again, to be processed one by one.
+        """
+        admitted: list[Generation] = []
+        try:
+            for request in few:
+                if not self._reserve(request, admitted):
+                    break
+                admitted.append(request)
+            if not admitted:
+                return []
+            sequences = [request.sequence for request in admitted if request.sequence is not None]
+            logits = Prompts(self.decoder, self.kv, sequences, [request.prompt for request in admitted]).advance()
+            tokens = self._choose(logits, admitted)
+        except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
+            self._put_back(admitted or few[:1])
+            if self.decoder.ranks > 1 and not isinstance(error, CacheFullError):
+                raise  # other processes wait in that pass
+            return []
+        except BaseException:
+            self._put_back(admitted)
+            raise
+        for request, token in zip(admitted, tokens, strict=True):
+            self._start(request, token)
+        return admitted
+
+    def _put_back(self, requests: list[Generation]) -> None:
+        """Requests whose prompts failed together wait again, each for itself."""
+        for request in reversed(requests):
+            request.apart = True
+            if request.sequence is not None:
+                self.kv.release(request.sequence)
+                request.sequence = None
+                request.draw_again()
+                self.waiting.appendleft(request)
 
     def _admit(self, work: Generation | Prefix) -> tuple[Generation | Prefix, Prompt] | None:
         """Gives the first of those that wait a sequence and room for all of its tokens, if there are.
@@ -328,24 +394,37 @@ class Engine:
         A prefix is complete when its requests' turn comes: it was queued before them. Raises CacheFullError for want of
         room that no request's end can bring.
         """
+        if not self._reserve(work):
+            return None
+        assert work.sequence is not None
+        return work, Prompt(self.decoder, self.kv, work.sequence, work.prompt, self.chunk, self._source(work))
+
+    @staticmethod
+    def _source(work: Generation | Prefix) -> int | None:
+        """The sequence that the work's tokens come behind."""
+        return work.prefix.sequence if isinstance(work, Generation) and work.prefix else None
+
+    def _reserve(self, work: Generation | Prefix, beside: Sequence[Generation] = ()) -> bool:
+        """Gives the first of those that wait a sequence and room, if there are, beside those that run and others that
+        were given theirs in this step; raises as `_admit`."""
         sequence = work.sequence  # a prefix has one
         if sequence is None:
-            sequence = next((i for i in range(self.sequences) if i not in self.running), None)
+            held = {request.sequence for request in (*self.running.values(), *beside)}
+            sequence = next((i for i in range(self.sequences) if i not in held), None)
         if sequence is None:
-            return None
-        source = work.prefix.sequence if isinstance(work, Generation) and work.prefix else None
+            return False
         try:
-            self.kv.reserve(sequence, work.total, len(work.prompt), source)
+            self.kv.reserve(sequence, work.total, len(work.prompt), self._source(work))
         except CacheFullError as error:
-            if self.running:
-                return None  # they will end
+            if self.running or beside:
+                return False  # they will end
             raise CacheFullError(
                 f"{work}: nothing runs that could end, and the cache has no room for it beside {self._kept(work)}: "
                 "drop a prefix, or give the cache a larger budget"
             ) from error
         self.waiting.popleft()
         work.sequence = sequence
-        return work, Prompt(self.decoder, self.kv, sequence, work.prompt, self.chunk, source)
+        return True
 
     def _choose(self, logits: Tensor, requests: list[Generation]) -> list[int]:
         """A token for each row of logits, the same in all processes that share the model."""

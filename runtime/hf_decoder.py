@@ -1,6 +1,6 @@
 """A transformers model as the decoder of an `Engine`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -85,8 +85,11 @@ class HFDecoder:
         share_of(self.model, bundle)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Sequence[int] | None = None) -> Tensor:
+        """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m], or behind
+        token behind[row] of each row."""
+        ends = sorted(set(behind or ()))
+        kept = torch.tensor(ends, device=tokens.device) if ends else 1
         self._cache.reset()
         self._cache.relay = attend
         stepping = self._layers.used() if self._layers and tokens.shape[1] == 1 else nullcontext()
@@ -94,11 +97,13 @@ class HFDecoder:
             with stepping:
                 out = cast(Any, self.model)(
                     input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True,
-                    logits_to_keep=1,
+                    logits_to_keep=kept,
                 )  # fmt: skip
         finally:
             del self._cache.relay  # it holds on to a cache
-        return out.logits[:, -1].float()
+        if behind is None:
+            return out.logits[:, -1].float()
+        return torch.stack([out.logits[row, ends.index(token)] for row, token in enumerate(behind)]).float()
 
 
 def decoder_layers(model: PreTrainedModel, layers: int) -> nn.ModuleList:

@@ -75,6 +75,12 @@ class CacheLayer(ABC):
         self.room.take({sequence: self.lengths[sequence] + k.shape[1]})
         self._append(sequence, k, v, self.offsets[sequence] if self.lengths[sequence] else offset)
 
+    def append_prompts(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: Sequence[int]) -> None:
+        """Appends to each of these empty sequences the first counts[row] tokens of its row of k, v [rows, h_kv, n, d],
+        attended elsewhere. Raises as `append`."""
+        for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
+            self.append(i, k[row, :, :n], v[row, :, :n])
+
     @abstractmethod
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [h_q, m, d], the last of k and v [h_kv, n, d] behind sequence i, over it and these -> [h_q, m, d]."""

@@ -23,7 +23,7 @@ from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
 
 SHORT = 2048  # tokens of a sequence
-MANY = 2  # sequences' kv heads a multiprocessor
+SEVERAL, MANY = 2, 7  # sequences' kv heads a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
@@ -162,28 +162,31 @@ class Sharing(NamedTuple):
     alone: bool = False
 
 
+ONE_BLOCK = Sharing()
+
+
 def sharing(fmt: LayerFormat, takes: bool, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
     """How a batch is dealt out best.
 
     takes: whether pages go by bytes; b: sequences; tokens: the most that one holds; processors: multiprocessors.
-    Measured (docs/kernels.md): warps are alone where a multiprocessor has several heads; else, if these are many, two
+    Measured (docs/kernels.md): warps are alone where a multiprocessor has many heads; else, if it has several, two
     blocks share it, which then have fewer warps; with outliers, which take so much shared memory that few are left,
     only where sequences are short.
     """
-    many = b * h_kv >= MANY * processors
-    if many and takes and b <= MOST_ALONE:
+    pairs = b * h_kv
+    if pairs >= MANY * processors and takes and b <= MOST_ALONE:
         return Sharing(1, True)
     outliers = fmt.key.sparse or fmt.value.sparse
-    return Sharing(2 if many and (not outliers or tokens <= SHORT) else 1)
+    return Sharing(2 if pairs >= SEVERAL * processors and (not outliers or tokens <= SHORT) else 1)
 
 
 def sharings(takes: bool) -> list[Sharing]:
     """All that `sharing` may say."""
-    return [Sharing(1), Sharing(2), *[Sharing(1, True)][: int(takes)]]
+    return [ONE_BLOCK, Sharing(2), *[Sharing(1, True)][: int(takes)]]
 
 
 def attend_unit(
-    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, how: Sharing = Sharing()
+    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, how: Sharing = ONE_BLOCK
 ) -> Unit:
     """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 

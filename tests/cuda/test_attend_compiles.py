@@ -13,7 +13,7 @@ from runtime import attention, jit
 from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import Sharing, attend_unit, side_struct, takes_bytes, units
+from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_bytes, units
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle
 
 ROPE = Rope(128, "half", 1.0, "default")
@@ -30,7 +30,7 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
     return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv), True)
 
 
-def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = Sharing()) -> jit.Unit:
+def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
     formats = RECIPES[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
@@ -101,17 +101,22 @@ def test_who_takes_pages_by_bytes() -> None:
     said, source = [], '#include "bytes_layout.cuh"\n'
     for case in CASES:
         rows = min(16, case.h_q // case.h_kv)
-        key, value = (PageGeometry.of(x, case.h_kv, case.d, side) for x, side in ((case.key, "key"), (case.value, "value")))
+        key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
         said.append(takes_bytes(key, value, case.rope, rows))
         source += f"""namespace case{len(said)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
-struct Shape {{ using Key = case{len(said)}::Key; using Value = case{len(said)}::Value; static constexpr int D = {case.d}, ROWS = {rows}; }};
+struct Shape {{
+    using Key = case{len(said)}::Key;
+    using Value = case{len(said)}::Value;
+    static constexpr int D = {case.d}, ROWS = {rows};
+}};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {str(said[-1]).lower()}, "{case}");
 }}
 """
-    assert True in said and False in said
-    assert jit.compile_unit(jit.Unit("takes", source + 'extern "C" __global__ void nothing() {}\n', ("nothing",), ()), "sm_90a")
+    assert set(said) == {True, False}
+    source += 'extern "C" __global__ void nothing() {}\n'
+    assert jit.compile_unit(jit.Unit("takes", source, ("nothing",), ()), "sm_90a")
 
 
 def test_tuned_kernels_without_outliers_do_not_spill() -> None:

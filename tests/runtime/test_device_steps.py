@@ -65,6 +65,19 @@ def test_steps_hold_and_see_what_the_cpus_do(case, monkeypatch):
     assert device.lengths == [n + STEPS for n in lengths(case)]
 
 
+@all_cases
+def test_prompts_together_are_packed_as_each_for_itself(case, monkeypatch):
+    """Into sequences in any order; of different numbers of pages, and none."""
+    stand_in(monkeypatch)
+    counts, sequences = [n + more for n, more in zip(lengths(case), (0, case.value.t, 0), strict=True)], [2, 0, 1]
+    _, k, v, _ = step(case, [0] * 3, max(counts), 7)
+    one, other = (KVCache(case.bundle(), 3, 600) for _ in range(2))
+    for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
+        one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
+    other.layers[0].append_prompts(sequences, k, v, counts)
+    assert_same(other.layers[0], one.layers[0])
+
+
 LOWRANK = [case for case in CASES if case.key.lowrank or case.value.lowrank]
 
 

@@ -293,3 +293,47 @@ def test_engines_that_make_no_sense():
         engine_for(bundle, budget=5000)
     with pytest.raises(BundleMismatchError):
         HFDecoder(tiny(CONFIGS["llama-mha"]), bundle)
+
+
+@every_bundle
+def test_short_prompts_are_processed_together(bundle):
+    """As many at first as have sequences, others as these become free; each goes on as if it were alone."""
+    engine = engine_for(bundle)
+    wanted = [(40, 6), (33, 9), (1, 4), (65, 5), (70, 3)]
+    requests = [engine.submit(prompt(n, n), new) for n, new in wanted]
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [2, 2, 2, 0, 0]
+    engine.run()
+    for request, (n, new) in zip(requests, wanted, strict=True):
+        assert request.tokens == generated(bundle, prompt(n, n), new)
+
+
+def test_prompts_together_are_no_more_than_a_chunk():
+    engine = engine_for(BUNDLES["kvquant"], chunk=64)
+    requests = [engine.submit(prompt(30, seed), 3) for seed in range(3)]
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [2, 2, 0]
+    engine.run()
+    assert [request.tokens for request in requests] == [
+        generated(BUNDLES["kvquant"], prompt(30, seed), 3) for seed in range(3)
+    ]
+
+
+def test_short_prompts_do_not_fill_up_with_a_long_one():
+    """The pass would be more than twice as long as its prompts."""
+    engine = engine_for(BUNDLES["kvquant"])
+    requests = [engine.submit(prompt(n, n), 3) for n in (2, 2, 90)]
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [2, 2, 0]
+
+
+def test_prompts_together_wait_for_room():
+    """Two find room for all of their tokens, the third when one of them has ended."""
+    bundle = BUNDLES["kivi"]
+    engine = engine_for(bundle, budget=pool_bytes(bundle, 330, 3, 200))
+    requests = [engine.submit(prompt(40, seed), 100) for seed in range(3)]
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [2, 2, 0]
+    engine.run()
+    assert all(request.reason == "length" for request in requests)
+    assert requests[2].tokens == generated(bundle, prompt(40, 2), 100)

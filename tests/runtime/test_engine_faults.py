@@ -1,6 +1,7 @@
 """What an engine does when something breaks in the middle of a pass, and with what it should not have been given."""
 
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -380,3 +381,55 @@ def test_errors_keep_no_frames():
         assert error.__traceback__ is None
         error, seen = error.__cause__ or error.__context__, seen + 1
     assert seen == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("no page holds it"), TAKEN, KeyboardInterrupt()], ids=repr)
+def test_prompts_that_fail_together_are_processed_one_by_one(error, monkeypatch):
+    """Whoever broke the pass off; nothing of it is left."""
+    bundle = BUNDLES["kvquant"]
+    fault = Fault(monkeypatch, (LayerCache, "append_prompts"), error=error)
+    engine = engine_for(bundle)
+    free, requests = engine.kv.free_tokens(), [engine.submit(prompt(n, n), 5) for n in (40, 33, 60)]
+    fault.set(2)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        assert engine.step() == []
+    assert engine.kv.free_tokens() == free
+    assert not any(request.tokens or request.reason for request in requests)
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [2, 0, 0]
+    engine.run()
+    for request, n in zip(requests, (40, 33, 60), strict=True):
+        assert request.tokens == generated(bundle, prompt(n, n), 5)
+    assert engine.kv.free_tokens() == free
+
+
+def test_one_of_prompts_together_that_no_page_holds_ends_alone(monkeypatch):
+    """What is told of the pass is told of it alone, when each is processed for itself."""
+    bundle, pack = BUNDLES["kvquant"], Side.pack
+
+    def failing(self, sequence, x, *rest):
+        if x.shape[0] == 70:
+            raise ValueError("no page holds it")
+        pack(self, sequence, x, *rest)
+
+    monkeypatch.setattr(Side, "pack", failing)
+    engine = engine_for(bundle)
+    free = engine.kv.free_tokens()
+    good, bad = (engine.submit(prompt(n, n), 5) for n in (66, 70))
+    engine.run()
+    assert (bad.reason, bad.tokens) == ("failed", [])
+    assert str(bad.error) == "no page holds it"
+    assert good.tokens == generated(bundle, prompt(66, 66), 5)
+    assert engine.kv.free_tokens() == free
+
+
+def test_on_several_ranks_prompts_that_fail_together_are_raised(monkeypatch):
+    """The others wait in that pass."""
+    monkeypatch.setattr(HFDecoder, "ranks", 2)
+    fault = Fault(monkeypatch, (LayerCache, "append_prompts"), error=ValueError("no page holds it"))
+    engine = engine_for(BUNDLES["kvquant"])
+    for n in (40, 33):
+        engine.submit(prompt(n, n), 5)
+    fault.set(0)
+    with pytest.raises(ValueError, match="no page holds it"):
+        engine.step()
