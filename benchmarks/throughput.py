@@ -6,8 +6,9 @@ Llama-2-7B's shape, random weights. For prompts of m tokens and n new ones, a ba
 of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch then allocated.
 A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass
 of the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's
-keys are not (`benchmarks.decode_attention`). Prompts come one after the other; `total` is the batch's new tokens over
-the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+keys are not (`benchmarks.decode_attention`). Short prompts share passes, as in the engine; `prompt` is a pass over the
+number of its prompts, and `total` the batch's new tokens over the time of its prompts and steps. Microseconds and
+tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_u
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
+from runtime.engine import PADDED, TOGETHER
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
 
@@ -65,6 +67,11 @@ def median_of(work: Callable[[], None]) -> float:
     return statistics.median(times[1:])
 
 
+def together(m: int, b: int) -> int:
+    """Prompts of m tokens that share a pass, of b."""
+    return max(1, min(TOGETHER, PADDED // m, b))
+
+
 def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
     """Batch, bytes of a sequence, peak bytes, microseconds of a step and of a prompt."""
     found = fingerprint(decoder.model)
@@ -73,14 +80,15 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
     # `dense` reserves what it fills; here the whole length is reserved.
     longer = free // each * 2 * found.l * (n - n // 2) * found.h_kv * found.d * 2
     fresh_peak()
-    cache = DenseCache(decoder, found, 1, m)
-    tokens = torch.ones(1, m, dtype=torch.int64, device="cuda")
+    some = together(m, free // each)
+    cache = DenseCache(decoder, found, some, m)
+    tokens = torch.ones(some, m, dtype=torch.int64, device="cuda")
 
     def prompt() -> None:
         cache.length = 0
         cache.append(tokens)
 
-    return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt)
+    return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt) / some
 
 
 def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
@@ -102,25 +110,31 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     for i in range(b):
         kv.release(i)
 
-    return b, each, peak, us, median_of(prompt_of(decoder, kv, m))
+    some = together(m, b)
+    return b, each, peak, us, median_of(prompt_of(decoder, kv, m, some)) / some
 
 
-def prompt_of(decoder: HFDecoder, kv: KVCache, m: int) -> Callable[[], None]:
-    """A pass over a prompt of m tokens into sequence 0, layer by layer packed."""
+def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[], None]:
+    """A pass over `some` prompts of m tokens into the first sequences, layer by layer packed."""
     few = numbers(m, kv.bundle.model.h_kv, 1).transpose(0, 1).contiguous()
     positions = torch.arange(m, device=few.device)
     keys, values = kv.rotation.rotate(few, positions).half(), few.half()
-    tokens = torch.ones(1, m, dtype=torch.int64, device=few.device)
+    tokens = torch.ones(some, m, dtype=torch.int64, device=few.device)
+    every = [x.expand(some, *x.shape) for x in (keys, values)]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-        kv.layers[layer].append(0, keys, values)
+        if some == 1:
+            kv.layers[layer].append(0, keys, values)
+        else:
+            kv.layers[layer].append_prompts(range(some), *every, [m] * some)
         return out
 
     def prompt() -> None:
-        kv.release(0)
+        for i in range(some):
+            kv.release(i)
         with kv.checked_once():
-            decoder.forward(tokens, positions[None], attend)
+            decoder.forward(tokens, positions.expand(some, -1), attend)
 
     return prompt
 

@@ -170,14 +170,14 @@ def sharing(fmt: LayerFormat, takes: bool, b: int, h_kv: int, tokens: int, proce
 
     takes: whether pages go by bytes; b: sequences; tokens: the most that one holds; processors: multiprocessors.
     Measured (docs/kernels.md): warps are alone where a multiprocessor has many heads; else, if it has several, two
-    blocks share it, which then have fewer warps; with outliers, which take so much shared memory that few are left,
-    only where sequences are short.
+    blocks share it, which then have fewer warps; with outliers or codes of many bits, which take so much shared memory
+    that few are left, only where sequences are short.
     """
     pairs = b * h_kv
     if pairs >= MANY * processors and takes and b <= MOST_ALONE:
         return Sharing(1, True)
-    outliers = fmt.key.sparse or fmt.value.sparse
-    return Sharing(2 if pairs >= SEVERAL * processors and (not outliers or tokens <= SHORT) else 1)
+    large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
+    return Sharing(2 if pairs >= SEVERAL * processors and (not large or tokens <= SHORT) else 1)
 
 
 def sharings(takes: bool) -> list[Sharing]:

@@ -58,8 +58,8 @@ def test_query_heads_per_kv_head(g, formats) -> None:
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_many_short_sequences(formats, g) -> None:
-    """Two blocks share a multiprocessor."""
-    found = errors(Scene.of(with_formats(formats, 2 * g, 2), [1 + 37 * i % 500 for i in range(300)]))
+    """Two blocks share a multiprocessor, or warps are alone."""
+    found = errors(Scene.of(with_formats(formats, 2 * g, 2), [1 + 37 * i % 500 for i in range(500)]))
     ours, theirs = (max(each) for each in zip(*found, strict=True))  # one of many exceeds any bound
     assert ours <= max(ALLOWED * theirs, FLOOR), (ours, theirs)
 

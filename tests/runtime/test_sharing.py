@@ -1,0 +1,46 @@
+"""How a step's work is dealt out, at the edges."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from runtime.sources import kernel_folder
+from runtime.units import MANY, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings
+from tests.formats import kivi, kvquant
+
+GRID, PLAIN = 132, kivi(2)
+
+
+def plain_nuq(bits):
+    """Without outliers."""
+    formats = kvquant(bits)
+    return replace(formats, key=replace(formats.key, sparse=None), value=replace(formats.value, sparse=None))
+
+
+@pytest.mark.parametrize(
+    ("formats", "takes", "pairs", "tokens", "said"),
+    [
+        (PLAIN, False, SEVERAL * GRID - 1, 100, Sharing(1)),
+        (PLAIN, False, SEVERAL * GRID, 100000, Sharing(2)),
+        (PLAIN, False, MANY * GRID, 100000, Sharing(2)),
+        (kvquant(2), True, SEVERAL * GRID, SHORT, Sharing(2)),
+        (kvquant(2), True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
+        (kvquant(2), True, MANY * GRID - 1, SHORT + 1, Sharing(1)),
+        (kvquant(2), True, MANY * GRID, SHORT + 1, Sharing(1, alone=True)),
+        (kivi(4), False, MANY * GRID, SHORT, Sharing(2)),
+        (kivi(4), False, MANY * GRID, SHORT + 1, Sharing(1)),
+        (plain_nuq(3), True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
+        (plain_nuq(4), True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
+    ],
+)
+def test_how_a_step_is_dealt_out(formats, takes, pairs, tokens, said):
+    assert sharing(formats, takes, pairs, 1, tokens, GRID) == said
+    assert said in sharings(takes)
+
+
+def test_more_sequences_than_warps_alone_find():
+    assert sharing(PLAIN, True, MOST_ALONE, 8, 100, GRID) == Sharing(1, alone=True)
+    assert sharing(PLAIN, True, MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
+    (chunks,) = re.findall(r"MOST_CHUNKS = (\d+)", (kernel_folder() / "layout.cuh").read_text())
+    assert 32 * int(chunks) == MOST_ALONE
