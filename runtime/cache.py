@@ -124,8 +124,8 @@ class LayerCache(CacheLayer):
         """Counts a token that a device step has appended to each of these sequences."""
         for i in sequences:
             self.lengths[i] += 1
-            for side in (self.key, self.value):
-                side.used[i] = side.format.window.pages(self.lengths[i], side.format.t)
+        for side in (self.key, self.value):
+            side.advance(self.lengths, sequences)
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         m = q.shape[1]
@@ -356,6 +356,21 @@ class KVCache:
     def take_step(self, sequences: Sequence[int]) -> None:
         """Pages for one more token of each of these sequences. Raises CacheFullError before anything has changed."""
         self.room.take({i: self.layers[0].lengths[i] + 1 for i in sequences})
+
+    def advance(self, sequences: Sequence[int]) -> None:
+        """Counts a token that a device step of all layers has appended to each of these sequences."""
+        first, *others = self.paged
+        first.advance(sequences)
+        used = {filling(side.format): side.used for side in (first.key, first.value)}
+        for layer in others:  # between steps all hold as many tokens, and pages where they fill alike
+            layer.lengths[:] = first.lengths
+            for side in (layer.key, layer.value):
+                known = used.get(filling(side.format))
+                if known is None:
+                    side.advance(first.lengths, sequences)
+                    used[filling(side.format)] = side.used
+                else:
+                    side.used[:] = known
 
     @contextmanager
     def transaction(self, sequences: Sequence[int]) -> Iterator[None]:

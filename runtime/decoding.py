@@ -215,8 +215,7 @@ class DeviceSteps:
         out = step.run(
             [tokens.get(i, 0) for i in range(step.b)], [lengths[i] + 1 if i in tokens else 1 for i in range(step.b)]
         )
-        for layer in self.kv.paged:
-            layer.advance(list(tokens))
+        self.kv.advance(list(tokens))
         return out[list(tokens)]
 
 

@@ -85,8 +85,10 @@ class PageBook:
 
     def _require(self, pages: int, segments: int) -> None:
         """Raises where there is not so much room; grows, by doubling, where that is allowed."""
+        if max(pages, segments) <= 0:
+            return
         missing, missing_segments = pages - max(0, self.room), segments - max(0, self.segment_room)
-        if max(pages, segments) <= 0 or max(missing, missing_segments) <= 0:
+        if max(missing, missing_segments) <= 0:
             return
         if not self.grows:
             have, what = (self.room, "pages") if missing > 0 else (self.segment_room, "segments")

@@ -133,11 +133,11 @@ class Room:
 
     def take(self, lengths: dict[int, int]) -> None:
         """Pages for sequences of these lengths, of all sides or, raising CacheFullError, of none."""
-        for tables in self.tables.values():
-            tables.book.check(tables.wanted(lengths))
-        for tables in self.tables.values():
-            for sequence, n in lengths.items():
-                tables.take(sequence, n)
+        wanted = [(tables, tables.wanted(lengths)) for tables in self.tables.values()]
+        for tables, pages in wanted:
+            tables.book.check(pages)
+        for tables, pages in wanted:
+            tables.take(pages)
 
     def trim(self) -> None:
         """Gives back pages that were taken for tokens that did not come."""

@@ -1,6 +1,6 @@
 """Keys or values of one layer in a cache: sinks and newest tokens in full precision, packed pages, block tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -42,22 +42,26 @@ class BlockTables:
         self.ids = torch.zeros(sides + grouped, b, width, dtype=torch.int32, device=device)
 
     def wanted(self, lengths: dict[int, int]) -> dict[int, int]:
-        """Pages behind so many tokens, by sequence."""
-        return {sequence: self.window.pages(n, self.t) for sequence, n in lengths.items()}
+        """Pages behind so many tokens, by sequence, of those that do not hold them yet: in most steps few."""
+        held, behind, t = self.book.tables, self.window.sinks + self.window.recent, self.t
+        return {i: (n - behind) // t for i, n in lengths.items() if (n - behind) // t > len(held[i])}
 
-    def take(self, sequence: int, n: int) -> None:
-        """Lets the sequence hold the pages behind n tokens. Raises as `PageBook.take`."""
-        taken = self.book.take(sequence, self.window.pages(n, self.t))
-        if not taken:
+    def take(self, wanted: dict[int, int]) -> None:
+        """Lets sequences hold so many pages. Raises as `PageBook.take`."""
+        new: list[tuple[int, int, int, int]] = []  # (sequence, place, page, segment)
+        for sequence, pages in wanted.items():
+            taken = self.book.take(sequence, pages)
+            first = len(self.book.tables[sequence]) - len(taken)
+            new += [(sequence, first + k, page, self.book.segment_of[page]) for k, page in enumerate(taken)]
+        if not new:
             return
-        held = len(self.book.tables[sequence])
-        if held > self.ids.shape[2]:
-            self.ids = F.pad(self.ids, (0, max(held, 2 * self.ids.shape[2]) - self.ids.shape[2]))
-        both = torch.tensor([taken, [self.book.segment_of[page] for page in taken]], dtype=torch.int32)
-        pages, segments = both.to(self.ids.device)
-        self.ids[: self.sides, sequence, held - len(taken) : held] = pages
+        held, width = max(place for _, place, *_ in new) + 1, self.ids.shape[2]
+        if held > width:
+            self.ids = F.pad(self.ids, (0, max(held, 2 * width) - width))
+        sequences, places, pages, segments = torch.tensor(new).T.contiguous().to(self.ids.device)
+        self.ids[: self.sides, sequences, places] = pages.int()
         if self.ids.shape[0] > self.sides:
-            self.ids[self.sides :, sequence, held - len(taken) : held] = segments
+            self.ids[self.sides :, sequences, places] = segments.int()
 
     def select(self, sequences: list[int]) -> None:
         """Makes the sequences the given old ones; pages of nobody become free."""
@@ -282,6 +286,11 @@ class Side:
         first = max(n, window.sinks + self.used[sequence] * self.format.t)
         if first < n + m:
             write_ring(self.window[sequence], first - window.sinks, x[first - n :])
+
+    def advance(self, lengths: Sequence[int], sequences: Iterable[int]) -> None:
+        """Counts the pages of these sequences, which hold so many tokens now."""
+        for i in sequences:
+            self.used[i] = self.format.window.pages(lengths[i], self.format.t)
 
     def select(self, sequences: list[int]) -> None:
         """Makes the sequences the given old ones; `tables` are selected by their owner."""

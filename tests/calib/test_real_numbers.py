@@ -67,7 +67,7 @@ def test_factors_in_the_cache_are_within_two_percent_of_the_svd(trained, ids, na
         side = Side(codec, None, tables, (0, 1), WINDOWS, torch.float32)
         for sequence, x in enumerate(numbers):
             for start, stop in [(0, prompt), *((n, n + 16) for n in range(prompt, TOKENS, 16))]:
-                tables.take(sequence, stop)
+                tables.take(tables.wanted({sequence: stop}))
                 side.pack(sequence, x[start:stop], start, 0)
                 side.append(sequence, x[start:stop], start)
             fields = side.pool.read(side.pages_of(sequence).long())

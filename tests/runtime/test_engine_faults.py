@@ -11,7 +11,7 @@ import runtime.decoding
 import runtime.engine
 from artifacts.errors import BundleMismatchError
 from runtime import CacheFullError, Engine, RequestError, Sampling
-from runtime.cache import LayerCache
+from runtime.cache import KVCache, LayerCache
 from runtime.hf_decoder import HFDecoder
 from runtime.jit import KernelError
 from runtime.pack import check_all
@@ -110,7 +110,7 @@ def test_a_step_that_breaks_off_in_any_layer_can_be_repeated(bundle, monkeypatch
 
 @pytest.mark.parametrize("methods, places", [
     ([(LayerStep, "run")], 4),
-    ([(LayerCache, "advance")], 4),  # some layers have counted the token, others not
+    ([(KVCache, "advance"), (LayerCache, "advance")], 4),  # some layers have counted the token, others not
 ], ids=["kernels", "counting"])  # fmt: skip
 @every_bundle
 def test_a_device_step_that_breaks_off_can_be_repeated(bundle, methods, places, monkeypatch):
