@@ -31,6 +31,7 @@ from runtime import jit
 from runtime.attention import PagedAttention, PagedSide
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.rope import Rotation
+from runtime.units import Sharing
 
 D = 128
 L2_BYTES = 60 << 20  # of an H200, and some more
@@ -252,6 +253,19 @@ def size_of(shape: str) -> tuple[int, int, int, int]:
     return b, n, *MODELS[model]
 
 
+WAYS = {"one": Sharing(1), "two": Sharing(2), "alone": Sharing(1, alone=True)}
+
+
+class Dealt(PagedAttention):
+    """Kernels of which every batch is dealt out in the same way; None: in the best one."""
+
+    way: Sharing | None = None
+
+    def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
+        """As `PagedAttention.sharing`."""
+        return self.way or super().sharing(rows, b, tokens)
+
+
 class Measured:
     """One format with the heads of a model: its kernels and some pages."""
 
@@ -261,7 +275,7 @@ class Measured:
         sample = numbers(1024, h_kv, 99)
         self.tables = [tables(fmt, sample) for fmt, _ in sides]
         rotation = Rotation(Rope(D, "half", 1.0, "default"), 10000.0 ** -(torch.arange(0, D, 2) / D), "cuda")
-        self.kernels = PagedAttention(*self.geometries, *self.tables, rotation, h_q, torch.float16, "cuda")
+        self.kernels = Dealt(*self.geometries, *self.tables, rotation, h_q, torch.float16, "cuda")
 
     @cached_property
     def pages(self) -> list[PagePool]:
@@ -300,9 +314,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x131072"], help="model@batch x tokens")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--way", choices=list(WAYS), help="blocks that share a multiprocessor, or warps alone")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     require_gpu()
+    Dealt.way = WAYS[args.way] if args.way else None
     sizes = {shape: size_of(shape) for shape in args.shapes}
     given = {
         (heads, name): Measured(FORMATS[name], *heads)

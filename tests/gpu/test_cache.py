@@ -185,3 +185,22 @@ def test_a_prompt_is_checked_once() -> None:
     with kv.checked_once():
         attend(kv, case, q, k, v)
     assert kv.lengths == [300]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=[case.name for case in CHOSEN])
+def test_prompts_together_are_packed_as_each_for_itself(case: Case) -> None:
+    """Into sequences in any order, of as many pages, of more, and of none."""
+    t = max(case.key.t, case.value.t)
+    counts, sequences = [5 * t + 3, 5 * t + 9, 7 * t, 2], [2, 0, 3, 1]
+    _, k, v = tokens(case, len(counts), max(counts), 3, torch.float16)
+    one, other = (KVCache(case.bundle(), len(counts), 8 * t, torch.float16, "cuda") for _ in range(2))
+    for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
+        one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
+    with other.checked_once():
+        other.layers[0].append_prompts(sequences, k, v, counts)
+    assert other.lengths == one.lengths
+    for side, alone in ((other.layers[0].key, one.layers[0].key), (other.layers[0].value, one.layers[0].value)):
+        assert side.used == alone.used
+        for i, n in enumerate(one.lengths):
+            assert all(torch.equal(a, b) for a, b in zip(side.exact(i, n), alone.exact(i, n), strict=True))
+            assert torch.equal(side.dense(i), alone.dense(i))
