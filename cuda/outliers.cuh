@@ -43,25 +43,18 @@ struct Outliers {
     template <typename S>
     __device__ __forceinline__ void ask(const unsigned char* records, const unsigned char* directories, int live) {
         longest = 0;
-        const unsigned char* indices[BATCH];
-        const unsigned short* corrections[BATCH];
-        int left[BATCH];  // outliers from the lane's first one on
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const TileList<S> list(directories + i * L::STAGE_BYTES, i < live);
             const unsigned mine = list.start + at.lane;
             const unsigned char* const record = list.record(records);
-            indices[i] = record + mine, corrections[i] = reinterpret_cast<const unsigned short*>(record) + mine;
-            left[i] = list.count - at.lane;
+            const unsigned char* const indices = record + mine;
+            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(record) + mine;
             longest = max(longest, list.count);
-        }
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            if (k > 0 && longest <= 32 * k) break;  // the same for all lanes: `put` does not look at these
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
+            for (int k = 0; k < AHEAD; ++k) {
                 index[i][k] = NONE, correction[i][k] = 0;
-                if (32 * k < left[i]) index[i][k] = indices[i][S::INDEX + 32 * k], correction[i][k] = corrections[i][S::CORRECTION / 2 + 32 * k];
+                if (at.lane + 32 * k < list.count) index[i][k] = indices[S::INDEX + 32 * k], correction[i][k] = corrections[S::CORRECTION / 2 + 32 * k];
             }
         }
     }
