@@ -207,7 +207,7 @@ struct Alone {
 #pragma unroll
             for (int i = 0; i < D / 32; ++i) {
                 const int channel = 32 * i + at.lane;
-                operand[Query<C>::column_half(row) + Query<C>::channel_half(channel)] = to_half(at.query()[row * D + channel]);
+                operand[Query<C>::column_half(row) + Query<C>::exact_half(channel)] = to_half(at.query()[row * D + channel]);
             }
         }
         __syncwarp();

@@ -22,19 +22,22 @@ struct Exact {
     template <bool KEY>
     struct Vectors {
         static constexpr int SINKS = KEY ? K::SINKS : V::SINKS;
-        const Place<C>& at;
-        const SideParams& side;
-        int capacity, begin;  // number of the token with which the window's last round began before any of them
+        const Model *sinks, *window;  // of the sequence and head
+        int capacity, begin;          // number of the token with which the window's last round began before any of them
+        unsigned stride;              // from one token to the next
 
-        __device__ __forceinline__ explicit Vectors(const Place<C>& place)
-            : at(place), side(KEY ? at.params.key : at.params.value), capacity(rolled(static_cast<int>(side.capacity))) {  // nothing of it is kept meanwhile
+        __device__ __forceinline__ explicit Vectors(const Place<C>& at) : stride(at.params.h_kv * D) {
+            const SideParams& side = KEY ? at.params.key : at.params.value;
+            capacity = static_cast<int>(side.capacity);
             const unsigned packed = (KEY ? at.key_units : at.value_units) * L::T;
             begin = SINKS + static_cast<int>(packed - packed % static_cast<unsigned>(capacity));
+            sinks = static_cast<const Model*>(side.sinks) + static_cast<long long>(at.sequence) * SINKS * stride + at.head * D;
+            window = static_cast<const Model*>(side.window) + at.sequence * side.capacity * stride + at.head * D;
         }
         __device__ __forceinline__ const Model* operator()(int token) const {
             const int on = token - begin;
-            const long long row = token < SINKS ? static_cast<long long>(at.sequence) * SINKS + token : static_cast<long long>(at.sequence) * capacity + (on < capacity ? on : on - capacity);
-            return static_cast<const Model*>(token < SINKS ? side.sinks : side.window) + (row * at.params.h_kv + at.head) * D;
+            const unsigned row = token < SINKS ? token : on < capacity ? on : on - capacity;
+            return (token < SINKS ? sinks : window) + static_cast<unsigned long long>(row) * stride;
         }
     };
     // Asks for what `tokens` will read, so that it is near by then. Threads `thread` of so many.
@@ -48,38 +51,39 @@ struct Exact {
             prefetch((i / LINES % 2 ? values(token) : keys(token)) + line);
         }
     }
-    // Numbers of the model as halves.
+    // Numbers of the model as halves: two, or eight at a multiple of 16 bytes.
     static __device__ __forceinline__ unsigned pair_of(const Model* from) {
         if constexpr (IS_HALF<Model>) return *reinterpret_cast<const unsigned*>(from);
-        else return pair_of(from, from + 1);
+        else return as_bits(__halves2half2(half_of(from[0]), half_of(from[1])));
     }
-    static __device__ __forceinline__ unsigned pair_of(const Model* low, const Model* high) { return as_bits(__halves2half2(half_of(*low), half_of(*high))); }
+    static __device__ __forceinline__ uint4 eight_of(const Model* from) {
+        if constexpr (IS_HALF<Model>) return *reinterpret_cast<const uint4*>(from);
+        else return make_uint4(pair_of(from), pair_of(from + 2), pair_of(from + 4), pair_of(from + 6));
+    }
 
-    // Scores of tokens token ... token + 15; those from `end` on are read as the one before it and masked by the caller.
-    __device__ __forceinline__ void scores(int token, int end, float (&score)[NT][4]) const {
+    // Scores of tokens token ... token + 15; those from `end` on are read as the one before it and masked by the caller. Lane c has the channels
+    // 8c ... 8c + 7 of each 32, which are two steps, as the operand has them (Query::exact_half).
+    __device__ __forceinline__ void scores(const Vectors<true>& keys, int token, int end, float (&score)[NT][4]) const {
         fill<L>(score, 0.f);
-        const Vectors<true> keys(at);
-        const Model* low = keys(min(token + at.r, end - 1));
-        const Model* high = keys(min(token + at.r + 8, end - 1));
+        const Model* low = keys(min(token + at.r, end - 1)) + 8 * at.c;
+        const Model* high = keys(min(token + at.r + 8, end - 1)) + 8 * at.c;
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            const int from = 8 * s + 2 * at.c;
-            const unsigned a[4] = {pair_of(low + from), pair_of(high + from), pair_of(low + D / 2 + from), pair_of(high + D / 2 + from)};
-            query.multiply(a, at.words(at.exact_operand()), s, score);
+        for (int t = 0; t < STEPS / 2; ++t) {
+            const uint4 x = eight_of(low + 32 * t), y = eight_of(high + 32 * t);
+            const unsigned first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+            query.multiply(first, at.words(at.exact_operand()), 2 * t, score);
+            query.multiply(second, at.words(at.exact_operand()), 2 * t + 1, score);
         }
     }
 
-    // Adds their values times probabilities b.
-    __device__ __forceinline__ void add_values(int token, int end, const unsigned (&b)[NT][2]) {
-        const Vectors<false> values(at);
-        const Model* from[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) from[e] = values(min(token + 2 * at.c + e % 2 + e / 2 * 8, end - 1));
+    // Adds their values times probabilities b. A lane reads pairs of channels of the tokens r and r + 8; transposed they are operands.
+    __device__ __forceinline__ void add_values(const Vectors<false>& values, int token, int end, const unsigned (&b)[NT][2]) {
+        const Model* low = values(min(token + at.r, end - 1)) + 2 * at.c;
+        const Model* high = values(min(token + at.r + 8, end - 1)) + 2 * at.c;
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
-            const int low = 16 * at.step(u) + at.r, high = low + 8;
-            const unsigned a[4] = {pair_of(from[0] + low, from[1] + low), pair_of(from[0] + high, from[1] + high),
-                                   pair_of(from[2] + low, from[3] + low), pair_of(from[2] + high, from[3] + high)};
+            const int from = 16 * at.step(u);
+            const unsigned a[4] = {transpose8(pair_of(low + from)), transpose8(pair_of(low + from + 8)), transpose8(pair_of(high + from)), transpose8(pair_of(high + from + 8))};
             softmax.add(u, a, b);
         }
     }
@@ -88,12 +92,15 @@ struct Exact {
     __device__ __forceinline__ void tokens(int first, int begin, int step) {
         const int sinks = min(K::SINKS, at.length), sink_tiles = (sinks + TILE - 1) / TILE;
         const int tiles = sink_tiles + (max(0, at.length - first) + TILE - 1) / TILE;
+        if (begin >= tiles) return;
+        const Vectors<true> keys(at);
+        const Vectors<false> values(at);
 #pragma unroll 1
         for (int i = begin; i < tiles; i += step) {
             const int token = i < sink_tiles ? i * TILE : first + (i - sink_tiles) * TILE;
             const int end = i < sink_tiles ? sinks : at.length;
             float score[NT][4];
-            scores(token, end, score);
+            scores(keys, token, end, score);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -106,7 +113,7 @@ struct Exact {
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score, b);
-            add_values(token, end, b);
+            add_values(values, token, end, b);
         }
     }
 };

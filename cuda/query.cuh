@@ -26,6 +26,9 @@ struct Query {
         return ((s / 2 * 32 + f % 8 / 2) * 4 + s % 2 * 2 + upper) * 2 + f % 2;
     }
 
+    // Of exact tokens, where a lane has eight channels of each 32 (Exact::scores).
+    static __device__ __forceinline__ int exact_half(int ch) { return ((ch / 32 * 32 + ch / 8 % 4) * 4 + ch / 2 % 4) * 2 + ch % 2; }
+
     // Asks for the block's query of this sequence and head; `put` follows when nobody reads the last one any more.
     __device__ __forceinline__ void fetch() {
         const int row0 = blockIdx.y * ROWS;
@@ -58,7 +61,7 @@ struct Query {
         if constexpr (K::ROTATE) paged = rotated(q);
         for (int i = threadIdx.x; i < COLUMNS * D; i += L::THREADS) {
             const int n = i / D, ch = i % D, row = L::row_of(n), to = column_half(n) + channel_half(ch);
-            at.halves(L::EXACT_OPERAND)[to] = row < ROWS ? to_half(q[row * D + ch]) : __half(0.f);
+            at.halves(L::EXACT_OPERAND)[column_half(n) + exact_half(ch)] = row < ROWS ? to_half(q[row * D + ch]) : __half(0.f);
             const float x = row < ROWS ? paged[row * D + ch] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
             const float scaled = L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch] : x;
 #pragma unroll
