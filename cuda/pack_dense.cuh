@@ -11,32 +11,6 @@
 
 namespace signpost {
 
-// Codes of normalized numbers: how many edges lie below. Two levels of the search tree are kept in registers; below them a number's
-// place is the address of its node in shared memory, which costs less than the node's number.
-template <int BITS>
-struct Search {
-    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1
-    float top, low, high;
-
-    __device__ __forceinline__ explicit Search(const float* nodes) : tree(shared_address(nodes)), top(nodes[1]) {
-        if constexpr (BITS > 1) {
-            low = nodes[2];
-            high = nodes[3];
-        }
-    }
-    // Address of the leaf: 4 * code behind that of code 0.
-    __device__ __forceinline__ int place(float x) const {
-        const bool first = x > top;
-        if constexpr (BITS == 1) return tree + (first ? 12 : 8);
-        int at = descend(first ? 12 : 8, x, first ? high : low, tree, tree + 4);
-#pragma unroll
-        for (int i = 2; i < BITS; ++i) at = descend(at, x, load_shared(at), -tree, 4 - tree);
-        return at;
-    }
-    __device__ __forceinline__ int leaves() const { return tree + (4 << BITS); }
-    __device__ __forceinline__ int operator()(float x) const { return (place(x) - leaves()) / 4; }
-};
-
 // Which part of a run: number FIRST is the first.
 template <int FIRST>
 struct Part {};
@@ -48,7 +22,7 @@ struct Dense {
     static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, BITS = S::BITS ? S::BITS : 1;
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
     static constexpr int AT_ONCE = Page<S, P>::AT_ONCE;
-    using Codes = Search<BITS>;
+    using Codes = typename Codebook<BITS>::Type;
     using Run = signpost::Codes<BITS>;
     static constexpr int WIDE = Run::WIDE;
 
@@ -61,21 +35,15 @@ struct Dense {
           factors(p.template at<float2>(L::FACTORS_AT)),
           scales(p.template at<float>(L::SCALES_AT)) {}
 
-    __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT)); }
+    __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT), page.template at<const unsigned char>(L::BINS_AT)); }
     __device__ __forceinline__ const float* values() const { return page.template at<const float>(L::VALUES_AT); }
 
     // Tables that all slices share. A barrier has to follow.
     __device__ __forceinline__ void load_codebook() {
         if constexpr (S::BANDED > 0) return;  // they belong to heads
-        float* nodes = page.template at<float>(L::TREE_AT);
         float* numbers = page.template at<float>(L::VALUES_AT);
-        for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) {
-            numbers[i] = page.params.values[i];
-            if (i == 0) continue;
-            int level = 0;
-            while (2 << level <= i) ++level;
-            nodes[i] = page.params.edges[((2 * (i - (1 << level)) + 1) << (BITS - 1 - level)) - 1];
-        }
+        for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) numbers[i] = page.params.values[i];
+        Codes::load(page.template at<float>(L::TREE_AT), page.template at<unsigned char>(L::BINS_AT), page.params.edges, page.params.bins, threadIdx.x, A::THREADS);
     }
 
     static __device__ __forceinline__ int index(int row, int head, int channel) {
@@ -360,11 +328,16 @@ struct Dense {
     // The same from normalized(k), number FIRST + k.
     template <int FIRST, class Normalized>
     static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized) {
+        float x[AT_ONCE];
+        int places[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) x[k] = normalized(k);
+        search.find(x, places);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int i = A::Order::code(FIRST + k, BITS), shift = Run::STRIDE * (i % Run::PER_WORD);
             // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
-            const unsigned place = search.place(normalized(k));
+            const unsigned place = places[k];
             words[i / Run::PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
         }
         if constexpr (FIRST + AT_ONCE == RUN) {
@@ -372,7 +345,7 @@ struct Dense {
 #pragma unroll
             for (int i = 0; i < Run::PER_WORD; ++i) ones |= 1u << (Run::STRIDE * i);
 #pragma unroll
-            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.leaves() / 4);
+            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.origin() / 4);
             Run::close(words);
         }
     }

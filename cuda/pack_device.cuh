@@ -82,6 +82,17 @@ __device__ __forceinline__ float load_shared(int address) {
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
+__device__ __forceinline__ int load_shared_byte(unsigned address) {
+    unsigned x;
+    asm("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
+    return static_cast<int>(x);
+}
+// a b + c, rounded once, between 0 and 1; NaN gives 0.
+__device__ __forceinline__ float saturated_product(float a, float b, float c) {
+    float y;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+    return y;
+}
 // 2 * at + (x > edge ? right : left), in three instructions.
 __device__ __forceinline__ int descend(int at, float x, float edge, int left, int right) {
     int y;

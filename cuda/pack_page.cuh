@@ -16,6 +16,7 @@
 //   THREADS         of a CTA
 #pragma once
 
+#include "pack_codebook.cuh"
 #include "pack_matrix.cuh"
 #include "pack_order.cuh"
 #include "sides.cuh"
@@ -47,6 +48,7 @@ struct PackParams {
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
+    const unsigned char* bins; // BinsHead and u8 [256] (pack_codebook.cuh); null where codes are not found by bins
     const float* values;       // of the codes [2^BITS]
     const uint4* bands;        // BandTree (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle, like zero
@@ -163,8 +165,9 @@ struct PackLayout {
     static constexpr int ROWS_AT = RAW_AT + (S::ROTATE && !DIRECT ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
     static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
-    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
-    static constexpr int BANDS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: of the codes
+    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges, as codes are found
+    static constexpr int BINS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);               // before: of the codes
+    static constexpr int BANDS_AT = BINS_AT + Codebook<S::BITS>::Type::TABLE_BYTES;                // before: bins of the codebook
     static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * 128 : 0);   // before: BandTree [HEADS][D / 32]
     static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
