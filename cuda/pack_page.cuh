@@ -173,7 +173,7 @@ struct PackLayout {
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
     static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
     static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
-    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::BLOCKS) : 0);  // before: u8 [H][BLOCKS][2]
+    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::TILES * A::Order::PARTS) : 0);  // before: u16 [H][TILES][PARTS]
     static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::TILES + 1)) : 0);  // before: u32
     static constexpr int QUEUE = 384;  // outliers that wait for their corrections, where candidates were
     static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : A::SPARSE ? 8 * QUEUE : 0);

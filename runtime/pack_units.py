@@ -12,7 +12,6 @@ import torch
 from artifacts import Bundle, PageGeometry, Rope
 from artifacts.order import TILE
 from artifacts.parts.banded import BAND
-from artifacts.parts.sparse import BLOCK
 from runtime import pack_bins
 from runtime.jit import KernelError, Unit
 from runtime.pack_factors import factor_unit
@@ -111,7 +110,7 @@ class _Cut:
         if fmt.sparse:
             tiles = shape.h_kv * shape.t // TILE
             size += _align(4 * per_cta * self.heads * self.tokens * d // 32)
-            size += _align(2 * shape.numbers // BLOCK) + _align(4 * tiles + 4)
+            size += _align(2 * tiles * (1 if self.tokens >= TILE else 2)) + _align(4 * tiles + 4)
             size += threads // 32 * CANDIDATES if select == "TOKEN" else QUEUE
         size += _align(self.tokens * (d + 4) * 4) if fmt.sketch and not direct else 0
         return size + 256
