@@ -100,6 +100,11 @@ __device__ __forceinline__ int descend(int at, float x, float edge, int left, in
     return y;
 }
 
+// Sets a bit where x does not lie between lower and upper, in three instructions.
+__device__ __forceinline__ void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
+    asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\nsetp.le.and.f32 p, %1, %3, p;\n@!p or.b32 %0, %0, %4;\n}" : "+r"(word) : "f"(x), "f"(lower), "f"(upper), "r"(bit));
+}
+
 // Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
 __device__ __forceinline__ void copy16(void* to, const void* from) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -180,6 +185,9 @@ __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& l
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
 }
+
+// Bounds beyond which every number that is not finite lies, NaN included.
+__device__ __forceinline__ float2 finite(float lower, float upper) { return make_float2(fmaxf(lower, -FLOAT_MAX), fminf(upper, FLOAT_MAX)); }
 
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }

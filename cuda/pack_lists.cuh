@@ -267,9 +267,11 @@ struct Lists {
     }
     template <class Left>
     __device__ __forceinline__ void write_one(int bit, unsigned place, Left left) {
-        const Number x = Order::number(bit);
+        const Number n = Order::number(bit);
+        const float x = page.number_at(n.row, n.head, n.channel);
+        if (A::BUNDLE && !(fabsf(x) <= FLOAT_MAX)) page.report(4);
         page.record()[S::INDEX + place] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
-        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(page.number_at(x.row, x.head, x.channel), x.row, x.head, x.channel), Order::step(bit));
+        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(x, n.row, n.head, n.channel), Order::step(bit));
     }
 
     // The same place in the mask of the slice that has the other half of this one's tile.
