@@ -220,7 +220,8 @@ def _begin_kernels(
     """Begins to compile what steps and packing will load, all at once. Raises as `require_kernels`."""
     require_kernels(bundle)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    batches = [(sequences, max_tokens or 0, processors) for sequences in (1, b)]
+    sizes = {min(1 << i, b) for i in range(b.bit_length() + 1)}  # of an engine's steps
+    batches = [(sequences, max_tokens or 0, processors) for sequences in sizes]
     steps, arch = units(bundle, [dtype], batches), jit.arch_of(device)
     jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
 
