@@ -59,13 +59,24 @@ struct Query {
         const float* q = at.floats(L::QUERY);
         const float* paged = q;
         if constexpr (K::ROTATE) paged = rotated(q);
-        for (int i = threadIdx.x; i < COLUMNS * D; i += L::THREADS) {
-            const int n = i / D, ch = i % D, row = L::row_of(n), to = column_half(n) + channel_half(ch);
-            at.halves(L::EXACT_OPERAND)[column_half(n) + exact_half(ch)] = row < ROWS ? to_half(q[row * D + ch]) : __half(0.f);
-            const float x = row < ROWS ? paged[row * D + ch] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
-            const float scaled = L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch] : x;
+        // Two channels of a row, for all its columns.
+        for (int i = threadIdx.x; i < L::PITCH * (D / 2); i += L::THREADS) {
+            const int row = i / (D / 2), ch = i % (D / 2) * 2;
+            __half exact[2], of_pages[2];
 #pragma unroll
-            for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) at.halves(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS * 2 + to] = to_half(scaled);
+            for (int e = 0; e < 2; ++e) {
+                const float x = row < ROWS ? paged[row * D + ch + e] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
+                exact[e] = to_half(row < ROWS ? q[row * D + ch + e] : 0.f);
+                of_pages[e] = to_half(L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch + e] : x);
+            }
+#pragma unroll
+            for (int n = row; n < COLUMNS; n += L::PITCH) {
+                at.words(L::EXACT_OPERAND)[(column_half(n) + exact_half(ch)) / 2] = as_bits(__halves2half2(exact[0], exact[1]));
+#pragma unroll
+                for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) {
+                    at.words(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS + (column_half(n) + channel_half(ch)) / 2] = as_bits(__halves2half2(of_pages[0], of_pages[1]));
+                }
+            }
         }
         if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
         if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, L::SKETCH_FACTORS, false);
