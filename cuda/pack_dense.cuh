@@ -264,7 +264,6 @@ struct Dense {
     __device__ __forceinline__ void encode_band(int tile, int lane, int row, int head, int channel, int run, float& nothing, Look look) {
         using Order = typename A::Order;
         static_assert(AT_ONCE == BandTree::CODES, "half a run is a lane's share of a band");
-        static_assert(!A::TOGETHER, "bands have no outliers");
         const float2* first = factors + index(row, head, channel);
         float x[AT_ONCE], at[AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);

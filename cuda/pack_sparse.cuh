@@ -31,9 +31,9 @@ struct Sparse {
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) return page.template at<const float2>(L::BOUNDS_AT)[head * D + channel];
         return finite(page.params.lower[0], page.params.upper[0]);
     }
-    // How far a number lies outside, in units of the range; one that is not finite farther than all others, so that it is told of.
+    // How far a number lies outside, in units of the range. One that is not finite is told of here, as it need not find room in the lists.
     __device__ __forceinline__ float excess(float x, int head, int channel) const {
-        if (!(fabsf(x) <= FLOAT_MAX)) return as_float(0x7F800000u);
+        if (!(fabsf(x) <= FLOAT_MAX)) page.report(4);
         const float2 b = bounds(head, channel);
         return quotient(fmaxf(sub(b.x, x), sub(x, b.y)), fmaxf(mul(0.5f, sub(b.y, b.x)), FLOAT_TINY));
     }
