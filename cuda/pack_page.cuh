@@ -116,6 +116,10 @@ struct Shape {
     static constexpr int ANGLES = S::ROPE_DIM ? S::ROPE_DIM / 2 + 8 : 0;  // from one token's to the next's: other banks
     // Numbers of two bytes in shared memory, as they came: pairs of them are handled at once.
     static constexpr bool AS_THEY_CAME = P::STORE == Store::SHARED && sizeof(typename P::Input) == 2 && !S::ROTATE && !S::CENTER && S::ROPE_DIM == 0;
+    // Whether a token's outliers are found from pairs: vectors of eight numbers, those of a lane, pairs of piles (Sparse::select_pairs).
+    static constexpr int VECTORS = HEADS * D / 8, VECTORS_EACH = VECTORS / 32, PILES = (P::PER_END + 48) / 48;
+    static constexpr bool PAIRED = P::SELECT == Select::TOKEN && AS_THEY_CAME && VECTORS % 32 == 0 && VECTORS_EACH >= PILES && VECTORS_EACH <= 20 && P::PER_END <= 64;
+    static constexpr bool CHECKED = FUSED || PAIRED;  // numbers that are not finite are met among outliers
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");

@@ -438,3 +438,19 @@ def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
     x[0, 60, 1, 3] = bad
     packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
     assert packer.status.item() == 4
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", list(pack_units.INPUTS))
+def test_what_is_not_finite_is_told_of_tokens(bad, dtype):
+    """The search for a token's outliers meets it, where it goes by pairs."""
+    _, geometry, rope = next(side for side in OUTLIERS if side[1].format.sparse.axis == "token")
+    _, _, packer = made(geometry, rope, dtype, "sm_90a")
+    shape = geometry.shape
+    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, dtype)
+    table = torch.tensor([[1]], dtype=torch.int32)
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 0
+    x[0, 60, 1, 3] = bad
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 4
