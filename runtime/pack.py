@@ -32,7 +32,6 @@ from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
 NO_PROMPT = (1 << 31) - 1
-TURNED_PAGES = 4096  # of which sines are held at a time: 128 MiB with pages of 64 tokens and heads of 128 channels
 TURNS = Launch(pack_units.TURN_THREADS, 0, 1)
 MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matrix.cuh`
 
@@ -150,8 +149,6 @@ class Packer:
         if self._debug:
             check_ids(table[:, first_page : first_page + pages], first_page, pool.capacity)
         at_once = SEGMENT_PAGES * self._factors.fit(b, SEGMENT_PAGES) if self._factors else max(pages, 1)
-        if self._turner:
-            at_once = min(at_once, SEGMENT_PAGES * max(1, TURNED_PAGES // SEGMENT_PAGES // b))
         for first in range(0, pages, at_once):
             params.first_page = first_page + first
             self._pack([params], b, min(at_once, pages - first))
