@@ -264,12 +264,13 @@ struct Dense {
     __device__ __forceinline__ void encode_band(int tile, int lane, int row, int head, int channel, int run, float& nothing, Look look) {
         using Order = typename A::Order;
         static_assert(AT_ONCE == BandTree::CODES, "half a run is a lane's share of a band");
+        static_assert(!A::TOGETHER, "bands have no outliers");
         const float2* first = factors + index(row, head, channel);
         float x[AT_ONCE], at[AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
-            if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
+            if constexpr (!A::FUSED) nothing = fmaf(x[k], 0.0f, nothing);
             at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
         }
         const BandTree& tree = this->tree(head, 2 * run + FIRST / AT_ONCE);
@@ -279,7 +280,7 @@ struct Dense {
     }
 
     // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look: sees the numbers of a run, or which of them lie
-    // outside, see Sparse::take_outside. Numbers that are not finite are reported, unless A::CHECKED says that they have been.
+    // outside, see Sparse::take_outside. Numbers that are not finite are reported; where bounds are known they lie outside, and lists report them.
     template <class Look>
     __device__ __forceinline__ void encode(Look look) {
         constexpr int LANES = A::Order::LANES, TILES = A::Order::TILES;
@@ -339,7 +340,7 @@ struct Dense {
             const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
             add_codes<FIRST>(search, words, [&](int k) {
                 const int i = FIRST + k;
-                if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
+                if constexpr (!A::FUSED) nothing = fmaf(x[k], 0.0f, nothing);
                 return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
             });
             look(Part<FIRST>(), x, row, head, channel);

@@ -61,27 +61,6 @@ __device__ __forceinline__ unsigned max_pair(unsigned a, unsigned b, BF16) {
     asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
-// The same; NaN where one of two is.
-__device__ __forceinline__ unsigned min_or_nan(unsigned a, unsigned b, F16) {
-    unsigned y;
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned max_or_nan(unsigned a, unsigned b, F16) {
-    unsigned y;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned min_or_nan(unsigned a, unsigned b, BF16) {
-    unsigned y;
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned max_or_nan(unsigned a, unsigned b, BF16) {
-    unsigned y;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
@@ -201,10 +180,6 @@ __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*r
 __device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }
 __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
-// Whether both of a pair are numbers, and finite.
-__device__ __forceinline__ bool finite_pair(unsigned x, F16) { return (x & 0x7C00u) != 0x7C00u && (x & 0x7C000000u) != 0x7C000000u; }
-__device__ __forceinline__ bool finite_pair(unsigned x, BF16) { return (x & 0x7F80u) != 0x7F80u && (x & 0x7F800000u) != 0x7F800000u; }
-
 // Two pieces of TF32 that add up to x but for its last two bits.
 __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& low) {
     high = tensor_float(x);
@@ -258,17 +233,6 @@ __device__ __forceinline__ float warp_max(float x) {
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) x = add(x, __shfl_xor_sync(ALL_LANES, x, i));
-    return x;
-}
-// Of all lanes up to this one.
-template <typename N>
-__device__ __forceinline__ N warp_prefix(N x) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const N other = __shfl_up_sync(ALL_LANES, x, i);
-        if (lane >= i) x += other;
-    }
     return x;
 }
 // Over the four lanes that share a row of a fragment.

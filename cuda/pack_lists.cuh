@@ -201,7 +201,7 @@ struct Lists {
     // Puts what is left of the warp's words into the queue; false: it has no room for all. A warp.
     __device__ __forceinline__ bool collect(Walk& walk, uint2* queue) const {
         const int lane = threadIdx.x % 32;
-        const unsigned mine = __popc(walk.bits), up_to = warp_prefix(mine), total = __shfl_sync(ALL_LANES, up_to, 31);
+        const unsigned mine = __popc(walk.bits), up_to = prefix(mine), total = __shfl_sync(ALL_LANES, up_to, 31);
         unsigned slot = 0;
         if (lane == 0 && total) slot = atomicAdd(collected(), total);
         slot = __shfl_sync(ALL_LANES, slot, 0);
@@ -232,11 +232,21 @@ struct Lists {
         walk.bits = there ? *here : 0;
         unsigned theirs = 0;
         if constexpr (PARTS == 2) theirs = there ? *of_partner(here) : 0;
-        const unsigned mine = __popc(walk.bits) | __popc(theirs) << 16, up_to = walk.before + warp_prefix(mine);
+        const unsigned mine = __popc(walk.bits) | __popc(theirs) << 16, up_to = walk.before + prefix(mine);
         walk.before = __shfl_sync(ALL_LANES, up_to, 31);
         const unsigned before = up_to - mine;
         walk.place = starts[page_list(walk.list)] + (before & 0xFFFFu) + partners_before(up_to, before, theirs, walk.between);
     }
+    static __device__ __forceinline__ unsigned prefix(unsigned x) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+            const unsigned other = __shfl_up_sync(ALL_LANES, x, i);
+            if (lane >= i) x += other;
+        }
+        return x;
+    }
+
     // How many outliers of the tile's other half come before a word; up_to, before: both halves' with the word and without; theirs: the same
     // word of the other mask. between: before the word's upper 16 bits, as many more. Keys' blocks have one half behind the other. Lanes of
     // values take turns: after two of one half come two of the other, and a lane has eight bits.

@@ -19,7 +19,6 @@
 #include "pack_codebook.cuh"
 #include "pack_matrix.cuh"
 #include "pack_order.cuh"
-#include "pack_turns.cuh"
 #include "sides.cuh"
 
 namespace signpost {
@@ -60,7 +59,6 @@ struct PackParams {
     const float* mean;         // [H][D]
     const uint4* rotation;     // P [D][D], as fragments (pack_matrix.cuh); one of each head where each has one
     const float* inv_freq;     // [ROPE_DIM / 2]
-    float2* turns;             // what undoes RoPE (pack_turns.cuh) [packed pages][T][ROPE_DIM / 2] in the order of the launch; or null
     const uint4* sketch;           // S^T [D][SKETCH], as fragments
     const uint4* outlier_sketch;   // [D][OUTLIER_SKETCH]; for Store::REGISTERS of each head, of its outlier channels
     const unsigned char* outlier_mask;  // [H][D]
@@ -103,7 +101,7 @@ struct Shape {
     static constexpr bool SPARSE = S::SPARSE != 0, BUNDLE = P::SELECT == Select::CHANNEL_BUNDLE || P::SELECT == Select::MATRIX_BUNDLE;
     static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
     static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
-    static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE && S::BANDED == 0;  // a channel's scale, zero point and bounds are read at once
+    static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE;  // a channel's scale, zero point and bounds are read at once
     using Order = SliceOrder<D, TOKENS, P::VALUES != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
@@ -116,10 +114,6 @@ struct Shape {
     static constexpr int ANGLES = S::ROPE_DIM ? S::ROPE_DIM / 2 + 8 : 0;  // from one token's to the next's: other banks
     // Numbers of two bytes in shared memory, as they came: pairs of them are handled at once.
     static constexpr bool AS_THEY_CAME = P::STORE == Store::SHARED && sizeof(typename P::Input) == 2 && !S::ROTATE && !S::CENTER && S::ROPE_DIM == 0;
-    // Whether a token's outliers are found from pairs: vectors of eight numbers, those of a lane, pairs of piles (Sparse::select_pairs).
-    static constexpr int VECTORS = HEADS * D / 8, VECTORS_EACH = VECTORS / 32, PILES = (P::PER_END + 48) / 48;
-    static constexpr bool PAIRED = P::SELECT == Select::TOKEN && AS_THEY_CAME && VECTORS % 32 == 0 && VECTORS_EACH >= PILES && VECTORS_EACH <= 20 && P::PER_END <= 64;
-    static constexpr bool CHECKED = FUSED || PAIRED;  // numbers that are not finite are met among outliers
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
@@ -196,11 +190,8 @@ struct Page {
     using Order = typename A::Order;
     using Input = typename P::Input;
     struct Row {
-        const Input* data;    // the token's numbers
-        unsigned head;        // stride in bytes
-        __device__ __forceinline__ const Input* of(unsigned which) const {
-            return reinterpret_cast<const Input*>(reinterpret_cast<const unsigned char*>(data) + static_cast<unsigned long long>(which) * head);
-        }
+        const Input* data;  // the token's numbers
+        long long head;     // stride
     };
 
     const PackParams& params;
@@ -230,7 +221,7 @@ struct Page {
             report(1);
             return false;
         }
-        position = first_position<S>(params, sequence, number);
+        position = static_cast<long long>(number) * S::T + S::SINKS + (params.offsets ? params.offsets[sequence] : 0);
         return true;
     }
 
@@ -263,37 +254,30 @@ struct Page {
         const Row* rows = at<Row>(L::ROWS_AT);
         if constexpr (P::STORE == Store::SHARED && !S::ROTATE) {
             // All heads of a token before the next: they lie side by side in a prompt. A thread keeps its piece of a vector.
-            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE, AT_ONCE = A::THREADS / PIECES, VECTORS = A::HEADS * A::TOKENS;
-            constexpr bool OWN_HEAD = AT_ONCE % A::HEADS == 0 && VECTORS % AT_ONCE == 0;  // a thread's
-            const unsigned piece = threadIdx.x % PIECES * PIECE, first = threadIdx.x / PIECES;
+            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE, AT_ONCE = A::THREADS / PIECES;
+            const int piece = threadIdx.x % PIECES * PIECE;
             Input* tile = at<Input>(L::TILE_AT) + piece;
 #pragma unroll 4
-            for (unsigned turn = 0; turn < (VECTORS + AT_ONCE - 1) / AT_ONCE; ++turn) {
-                const unsigned i = first + turn * AT_ONCE, head = OWN_HEAD ? first % A::HEADS : i % A::HEADS;
-                const unsigned row = OWN_HEAD ? first / A::HEADS + turn * (AT_ONCE / A::HEADS) : i / A::HEADS;
-                if ((!OWN_HEAD && i >= VECTORS) || (A::H % A::HEADS && head >= heads)) continue;
-                copy16(tile + (head * A::TOKENS + row) * A::ROW, rows[row].of(first_head + head) + piece);
+            for (int i = threadIdx.x / PIECES; i < A::HEADS * A::TOKENS; i += AT_ONCE) {
+                const int head = AT_ONCE % A::HEADS ? i % A::HEADS : threadIdx.x / PIECES % A::HEADS, row = i / A::HEADS;
+                if (A::H % A::HEADS && head >= heads) continue;
+                const Row from = rows[row];
+                copy16(tile + (head * A::TOKENS + row) * A::ROW, from.data + (first_head + head) * from.head + piece);
             }
         }
     }
 
-    // Sines and cosines of the slice's tokens: begins to copy them, or finds them.
+    // Sines and cosines of the slice's tokens.
     __device__ __forceinline__ void find_turns() {
-        constexpr int PAIRS = S::ROPE_DIM / 2, TWO = PAIRS / 2;
-        float2* to = at<float2>(L::ROPE_AT);
-        if (params.turns) {
-            const float2* from = params.turns + static_cast<long long>(launched) * (S::T * PAIRS);
-            for (unsigned i = threadIdx.x; i < A::TOKENS * TWO; i += A::THREADS) {
-                const unsigned row = i / TWO, pair = i % TWO * 2;
-                copy16(to + row * A::ANGLES + pair, from + A::token(slice, row) * PAIRS + pair);
-            }
-            copy_wait();
-        } else {
-#pragma unroll 1
-            for (unsigned i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
-                const unsigned row = i / PAIRS, pair = i % PAIRS;
-                to[row * A::ANGLES + pair] = turn_back(params, position + A::token(slice, row), pair);
-            }
+        constexpr int PAIRS = S::ROPE_DIM / 2;
+        for (int i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
+            const int row = i / PAIRS, pair = i % PAIRS;
+            const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
+            float2 turn;
+            sincosf(angle, &turn.y, &turn.x);
+            turn.x = mul(mul(turn.x, params.scaling), params.unscaling);
+            turn.y = mul(-mul(turn.y, params.scaling), params.unscaling);
+            at<float2>(L::ROPE_AT)[row * A::ANGLES + pair] = turn;
         }
     }
 
@@ -314,7 +298,7 @@ struct Page {
         const bool old = params.lengths || n < params.prompt_first;
         const Source& from = old ? params.ring : params.prompt;
         const long long row = old ? behind % params.ring_capacity : n - params.prompt_first;
-        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, static_cast<unsigned>(from.head * L::INPUT_BYTES)};
+        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, from.head};
     }
 
     // One head's vectors times P, after the mean is taken off. All threads.
@@ -329,7 +313,7 @@ struct Page {
         __syncthreads();
         for (int i = threadIdx.x; i < A::TOKENS * A::D; i += A::THREADS) {
             const int row = i / A::D, channel = i % A::D;
-            raw[row * A::ROW + channel] = centered(widen(rows[row].of(first_head + head)[channel]), head, channel);
+            raw[row * A::ROW + channel] = centered(widen(rows[row].data[(first_head + head) * rows[row].head + channel]), head, channel);
         }
         __syncthreads();
         for (int i = warp; i < (A::TOKENS + 8) / 16 * CHUNKS; i += A::WARPS) {
@@ -363,7 +347,8 @@ struct Page {
         if constexpr (P::STORE == Store::SHARED) {
             return widen(at<const Input>(L::TILE_AT)[(head * A::TOKENS + row) * A::ROW + channel]);
         } else {
-            return widen(at<const Row>(L::ROWS_AT)[row].of(first_head + head)[channel]);
+            const Row from = at<const Row>(L::ROWS_AT)[row];
+            return widen(from.data[(first_head + head) * from.head + channel]);
         }
     }
 

@@ -31,9 +31,9 @@ struct Sparse {
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) return page.template at<const float2>(L::BOUNDS_AT)[head * D + channel];
         return finite(page.params.lower[0], page.params.upper[0]);
     }
-    // How far a number lies outside, in units of the range. One that is not finite is told of here, as it need not find room in the lists.
+    // How far a number lies outside, in units of the range; one that is not finite farther than all others, so that it is told of.
     __device__ __forceinline__ float excess(float x, int head, int channel) const {
-        if (!(fabsf(x) <= FLOAT_MAX)) page.report(4);
+        if (!(fabsf(x) <= FLOAT_MAX)) return as_float(0x7F800000u);
         const float2 b = bounds(head, channel);
         return quotient(fmaxf(sub(b.x, x), sub(x, b.y)), fmaxf(mul(0.5f, sub(b.y, b.x)), FLOAT_TINY));
     }
@@ -189,8 +189,8 @@ struct Sparse {
 
     // ---- the same for numbers of two bytes as they came, both ends at once ----
 
-    static constexpr int EACH = A::VECTORS_EACH, PILES = A::PILES;
-    static constexpr bool PAIRED = A::PAIRED;
+    static constexpr int VECTORS = HEADS * D / 8, EACH = VECTORS / 32, PILES = (K + 48) / 48;  // of eight numbers; of a lane; pairs of piles
+    static constexpr bool PAIRED = A::AS_THEY_CAME && VECTORS % 32 == 0 && EACH >= PILES && EACH <= 20 && K <= 64;
     static constexpr int UNROLLED = PAIRED ? 1 : 4;  // of the way that is seldom taken then: it compiles faster
     static constexpr int VECTOR_ROOM = 128, PLACE_ROOM = 192;
     static_assert(2 * VECTOR_ROOM + 4 * PLACE_ROOM <= L::CANDIDATE_BYTES, "lists of a warp");
@@ -226,11 +226,11 @@ struct Sparse {
         return least;
     }
 
-    // The larger of two pairs; FLIP: the smaller. NaN beats all, so that it is seen.
+    // The larger of two pairs; FLIP: the smaller.
     template <bool FLIP>
     static __device__ __forceinline__ unsigned best(unsigned a, unsigned b) {
         using Half = typename P::Input;
-        return FLIP ? min_or_nan(a, b, Half()) : max_or_nan(a, b, Half());
+        return FLIP ? min_pair(a, b, Half()) : max_pair(a, b, Half());
     }
     template <bool FLIP>
     static __device__ __forceinline__ unsigned key16(unsigned bits) {
@@ -248,10 +248,6 @@ struct Sparse {
             high[i] = best<FLIP>(best<FLIP>(x.x, x.y), best<FLIP>(x.z, x.w));
             top[i % PILES] = i < PILES ? high[i] : best<FLIP>(top[i % PILES], high[i]);
         }
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < PILES; ++i) finite = finite && finite_pair(top[i], typename P::Input());
-        if (!finite) page.report(4);
 #pragma unroll
         for (int i = 0; i < 2 * PILES; ++i) keys[i] = key16<FLIP>(i % 2 ? top[i / 2] >> 16 : top[i / 2] & 0xFFFFu);
         // Wanted are numbers beyond the one next to the bound, here in both halves. No number has -0's own key.
@@ -260,16 +256,16 @@ struct Sparse {
 
         unsigned short* vectors = reinterpret_cast<unsigned short*>(page.template at<unsigned char>(L::CANDIDATES_AT) + warp * L::CANDIDATE_BYTES);
         unsigned* list = reinterpret_cast<unsigned*>(vectors + VECTOR_ROOM);
-        unsigned reached = 0;  // which of the lane's vectors
+        int n = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            if (best<FLIP>(high[i], under) != under) reached |= 1u << i;
+            const bool in = best<FLIP>(high[i], under) != under;
+            const unsigned all = __ballot_sync(ALL_LANES, in);
+            const int slot = n + __popc(all & ((1u << lane) - 1u));
+            if (in && slot < VECTOR_ROOM) vectors[slot] = static_cast<unsigned short>(i * 32 + lane);
+            n += __popc(all);
         }
-        const int up_to = warp_prefix(__popc(reached)), n = __shfl_sync(ALL_LANES, up_to, 31);
         if (n > VECTOR_ROOM) return false;
-        for (int slot = up_to - __popc(reached); reached; reached &= reached - 1, ++slot) {
-            vectors[slot] = static_cast<unsigned short>((__ffs(static_cast<int>(reached)) - 1) * 32 + lane);
-        }
         __syncwarp();
         int taken = 0;
         for (int i = lane; i < (n + 31) / 32 * 32; i += 32) {
@@ -286,8 +282,14 @@ struct Sparse {
                     if (beyond >> 16) in |= 2u << 2 * k;
                 }
             }
-            const int before = warp_prefix(__popc(in));  // and including
-            int slot = taken + before - __popc(in);
+            const int mine = __popc(in);
+            int before = mine;  // and including
+#pragma unroll
+            for (int k = 1; k < 32; k *= 2) {
+                const int x = __shfl_up_sync(ALL_LANES, before, k);
+                if (lane >= k) before += x;
+            }
+            int slot = taken + before - mine;
             taken += __shfl_sync(ALL_LANES, before, 31);
             if (taken > PLACE_ROOM - 4) return false;
             for (; in; in &= in - 1, ++slot) {

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from runtime import jit, pack_bins, pack_units
+from runtime import jit, pack_bins
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns
@@ -32,7 +32,6 @@ from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
 NO_PROMPT = (1 << 31) - 1
-TURNS = Launch(pack_units.TURN_THREADS, 0, 1)
 MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matrix.cuh`
 
 
@@ -45,8 +44,6 @@ def source(x: Tensor) -> Source:
             f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces "
             "of 16 bytes of neighbouring channels; make them contiguous"
         )
-    if x.stride(2) * x.dtype.itemsize >= 1 << 32:
-        raise KernelError(f"numbers with strides {x.stride()}: a head's begin 4 GiB or more behind the last one's")
     return Source(x.data_ptr(), *x.stride()[:3])
 
 
@@ -86,8 +83,7 @@ class Packer:
         self.plan = plan(geometry, rope, dtype, arch)
         self.at_once = min(len(self.codecs), LAYERS_AT_ONCE)
         self.unit = pack_unit(name, geometry, rope, dtype, arch, self.at_once)
-        module = jit.load(self.unit, self.device)
-        self.kernel, self._turner = module.kernel("pack"), module.kernel("turns") if rope else None
+        self.kernel = jit.load(self.unit, self.device).kernel("pack")
         self.tables = [device_tables(codec, rotation if rope else None, dtype) for codec in self.codecs]
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._debug = jit.switch("SIGNPOST_DEBUG")
@@ -255,11 +251,6 @@ class Packer:
             self.reserve(b, pages)
             for i, params in enumerate(layers):
                 params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
-        if self._turner and kernel is self.kernel and not layers[0].lengths:  # a prompt's, of one layer
-            pairs = self.tables[0]["inv_freq"].numel()
-            turns = torch.empty(b, pages, self.geometry.shape.t, pairs, 2, device=self.device)
-            layers[0].turns = turns.data_ptr()
-            self._launch(self._turner, TURNS, layers, (pages, b, 1))
         self._launch(kernel, p, layers, (pages * p.ctas, b, len(layers)))
 
     def _launch(

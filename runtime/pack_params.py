@@ -30,7 +30,7 @@ _POINTERS = (
         "upper",
         "mean",
     ),
-    *("rotation", "inv_freq", "turns", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
+    *("rotation", "inv_freq", "sketch", "outlier_sketch", "outlier_mask", "kept_words", "outlier_channels"),
     *("residual", "segments", "segment_ids", "start", "gram", "directions", "workspace", "status"),
 )
 

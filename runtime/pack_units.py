@@ -23,7 +23,6 @@ HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
-TURN_THREADS = 256  # of a block of `turns` in cuda/pack_turns.cuh
 BAND_TREE = 128  # bytes: `BandTree` of cuda/pack_bands.cuh
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
@@ -221,8 +220,7 @@ def outlier_steps(geometry: PageGeometry) -> int:
 def pack_unit(
     name: str, geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: str, layers: int = 1
 ) -> Unit:
-    """The unit that packs pages of one side of at most `layers` layers at once for `arch`; its entry is `pack`. Keys
-    stored before RoPE: `turns` finds what undoes it, for prompts.
+    """The unit that packs pages of one side of at most `layers` layers at once for `arch`; its entry is `pack`.
 
     Raises as `plan`, and KernelError for more than LAYERS_AT_ONCE layers.
     """
@@ -301,14 +299,7 @@ def _unit(
         f'extern "C" __global__ void __launch_bounds__(Plan::THREADS, {p.blocks}){cluster}',
         f"pack(const __grid_constant__ Layers layers) {{ signpost::pack<{packed}, Plan>(layers.layer[{at}]); }}",
     ]
-    if rope is None:
-        return Unit(name, "\n".join(lines) + "\n", ("pack",))
-    lines += [
-        f'extern "C" __global__ void __launch_bounds__({TURN_THREADS})',
-        "turns(const __grid_constant__ Layers layers) "
-        f"{{ signpost::find_turns<{packed}, {TURN_THREADS}>(layers.layer[0]); }}",
-    ]
-    return Unit(name, "\n".join(lines) + "\n", ("pack", "turns"))
+    return Unit(name, "\n".join(lines) + "\n", ("pack",))
 
 
 def units(bundle: Bundle, arch: str, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:

@@ -28,10 +28,11 @@ def folder() -> Path:
 
 def build(unit: Unit) -> ctypes.CDLL:
     """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`."""
-    clusters = {entry: ctas for ctas, entry in re.findall(r"__cluster_dims__\((\d+), 1, 1\)\s+(\w+)\(", unit.source)}
+    cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
+    at_once = cluster[1] if cluster else 1
     runs = "".join(
         f'extern "C" void run_{entry}(int x, int y, int z, int threads, int shared, const Layers* params) {{\n'
-        f"    emulator::launch([&] {{ {entry}(*params); }}, x, y, z, threads, {clusters.get(entry, 1)}, shared, 0xFF);"
+        f"    emulator::launch([&] {{ {entry}(*params); }}, x, y, z, threads, {at_once}, shared, 0xFF);"
         "\n}\n"
         for entry in unit.entries
     )

@@ -138,21 +138,6 @@ template <typename Half>
 unsigned max_pair(unsigned a, unsigned b, Half) {
     return chosen_pair<Half>(a, b, -1.0f);
 }
-template <typename Half>
-unsigned or_nan(unsigned y, unsigned a, unsigned b) {
-    for (int i = 0; i < 2; ++i) {
-        if (std::isnan(widen(half_of<Half>(a, i))) || std::isnan(widen(half_of<Half>(b, i)))) y |= 0x7FFFu << 16 * i;
-    }
-    return y;
-}
-template <typename Half>
-unsigned min_or_nan(unsigned a, unsigned b, Half) {
-    return or_nan<Half>(min_pair(a, b, Half()), a, b);
-}
-template <typename Half>
-unsigned max_or_nan(unsigned a, unsigned b, Half) {
-    return or_nan<Half>(max_pair(a, b, Half()), a, b);
-}
 
 // To the nearest float16, ties to even.
 template <typename Half>

@@ -58,9 +58,7 @@ class Emulated:
         geometry = codec.geometry
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
         self.plan = pack_units.plan(geometry, rope, dtype, arch)
-        module = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch))
-        self.kernel, self.turner = module.kernel("pack"), module.kernel("turns") if rope else None
-        self.pairs = geometry.shape.t * rope.dim // 2 if rope else 0  # of a page
+        self.kernel = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch)).kernel("pack")
         self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
         self.status = torch.zeros(1, dtype=torch.int32)
         self.params = Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
@@ -80,10 +78,6 @@ class Emulated:
         self.params.workspace = workspace.data_ptr()
         argument = layers_type(1)()
         argument.layer[0] = self.params
-        if self.turner and not self.params.lengths:
-            turns = torch.full((b * pages * self.pairs, 2), torch.nan)
-            argument.layer[0].turns = turns.data_ptr()
-            self.turner.launch((pages, b, 1), pack_units.TURN_THREADS, 0, argument)
         self.kernel.launch((pages * self.plan.ctas, b, 1), self.plan.threads, self.plan.shared, argument)
 
 
@@ -416,41 +410,3 @@ def test_bad_input_is_reported():
     table = torch.tensor([[1]], dtype=torch.int32)
     packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
     assert packer.status.item() == 2
-
-
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("crowded", [False, True])
-def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
-    """Also where it is one of many more than a page has room for."""
-    _, geometry, rope = OUTLIERS[0]
-    _, _, packer = made(geometry, rope, torch.float16, "sm_90a")
-    if crowded:
-        for name in ("lower", "upper"):
-            packer.tables[name].zero_()
-    else:  # no bounds at all
-        packer.tables["lower"].fill_(-torch.inf)
-        packer.tables["upper"].fill_(torch.inf)
-    shape = geometry.shape
-    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, torch.float16)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 0
-    x[0, 60, 1, 3] = bad
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 4
-
-
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", list(pack_units.INPUTS))
-def test_what_is_not_finite_is_told_of_tokens(bad, dtype):
-    """The search for a token's outliers meets it, where it goes by pairs."""
-    _, geometry, rope = next(side for side in OUTLIERS if side[1].format.sparse.axis == "token")
-    _, _, packer = made(geometry, rope, dtype, "sm_90a")
-    shape = geometry.shape
-    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, dtype)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 0
-    x[0, 60, 1, 3] = bad
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 4
