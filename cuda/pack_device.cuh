@@ -82,27 +82,11 @@ __device__ __forceinline__ float load_shared(int address) {
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
-__device__ __forceinline__ int load_shared_byte(unsigned address) {
-    unsigned x;
-    asm("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
-    return static_cast<int>(x);
-}
-// a b + c, rounded once, between 0 and 1; NaN gives 0.
-__device__ __forceinline__ float saturated_product(float a, float b, float c) {
-    float y;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
-    return y;
-}
 // 2 * at + (x > edge ? right : left), in three instructions.
 __device__ __forceinline__ int descend(int at, float x, float edge, int left, int right) {
     int y;
     asm("{\n.reg .pred p;\n.reg .s32 t;\nsetp.gt.f32 p, %2, %3;\nselp.s32 t, %5, %4, p;\nmad.lo.s32 %0, %1, 2, t;\n}" : "=r"(y) : "r"(at), "f"(x), "f"(edge), "r"(left), "r"(right));
     return y;
-}
-
-// Sets a bit where x does not lie between lower and upper, in three instructions.
-__device__ __forceinline__ void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
-    asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\nsetp.le.and.f32 p, %1, %3, p;\n@!p or.b32 %0, %0, %4;\n}" : "+r"(word) : "f"(x), "f"(lower), "f"(upper), "r"(bit));
 }
 
 // Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
@@ -185,9 +169,6 @@ __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& l
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
 }
-
-// Bounds beyond which every number that is not finite lies, NaN included.
-__device__ __forceinline__ float2 finite(float lower, float upper) { return make_float2(fmaxf(lower, -FLOAT_MAX), fminf(upper, FLOAT_MAX)); }
 
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }

@@ -16,7 +16,6 @@
 //   THREADS         of a CTA
 #pragma once
 
-#include "pack_codebook.cuh"
 #include "pack_matrix.cuh"
 #include "pack_order.cuh"
 #include "sides.cuh"
@@ -48,7 +47,6 @@ struct PackParams {
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
-    const unsigned char* bins; // BinsHead and u8 [256] (pack_codebook.cuh); null where codes are not found by bins
     const float* values;       // of the codes [2^BITS]
     const uint4* bands;        // BandTree (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle, like zero
@@ -101,7 +99,6 @@ struct Shape {
     static constexpr bool SPARSE = S::SPARSE != 0, BUNDLE = P::SELECT == Select::CHANNEL_BUNDLE || P::SELECT == Select::MATRIX_BUNDLE;
     static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
     static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
-    static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE;  // a channel's scale, zero point and bounds are read at once
     using Order = SliceOrder<D, TOKENS, P::VALUES != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
@@ -166,16 +163,14 @@ struct PackLayout {
     static constexpr int ROWS_AT = RAW_AT + (S::ROTATE && !DIRECT ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
     static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
-    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges, as codes are found
-    static constexpr int BINS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);               // before: of the codes
-    static constexpr int BANDS_AT = BINS_AT + Codebook<S::BITS>::Type::TABLE_BYTES;                // before: bins of the codebook
+    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
+    static constexpr int BANDS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: of the codes
     static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * 128 : 0);   // before: BandTree [HEADS][D / 32]
-    // before: (1 / scale, zero) [SCALES], with A::TOGETHER (1 / scale, zero, lower, upper)
-    static constexpr int SCALES_AT = FACTORS_AT + align16((A::TOGETHER ? 16 : 8) * A::SCALES);
+    static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
-    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER ? 8 * A::HEADS * A::D : 0);  // before: (lower, upper)
+    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
     static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
-    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::TILES * A::Order::PARTS) : 0);  // before: u16 [H][TILES][PARTS]
+    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::BLOCKS) : 0);  // before: u8 [H][BLOCKS][2]
     static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::TILES + 1)) : 0);  // before: u32
     static constexpr int QUEUE = 384;  // outliers that wait for their corrections, where candidates were
     static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : A::SPARSE ? 8 * QUEUE : 0);
@@ -404,17 +399,13 @@ struct Page {
         if constexpr (HALVES) {  // number i and number i + 4 of the other half of the head are a pair
             const float2* table = at<const float2>(L::ROPE_AT) + row * A::ANGLES + channel;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i += i % 4 == 2 ? 6 : 2) {  // of two channels
-                const float4 turn = *reinterpret_cast<const float4*>(table + Order::rows_on(FIRST + i) * A::ANGLES + Order::channels_on(FIRST + i));
-                turn_pair(x[i], x[i + 4], turn.x, turn.y);
-                turn_pair(x[i + 1], x[i + 5], turn.z, turn.w);
+            for (int i = 0; i < AT_ONCE; i += i % 4 == 3 ? 5 : 1) {
+                const float2 turn = table[Order::rows_on(FIRST + i) * A::ANGLES + Order::channels_on(FIRST + i)];
+                const float first = x[i], second = x[i + 4];
+                x[i] = sub(mul(first, turn.x), mul(second, turn.y));
+                x[i + 4] = add(mul(second, turn.x), mul(first, turn.y));
             }
         }
-    }
-    static __device__ __forceinline__ void turn_pair(float& first, float& second, float cosine, float sine) {
-        const float x = sub(mul(first, cosine), mul(second, sine));
-        second = add(mul(second, cosine), mul(first, sine));
-        first = x;
     }
 
     __device__ __forceinline__ bool is_outlier(int row, int head, int channel) const {

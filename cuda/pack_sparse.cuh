@@ -20,20 +20,18 @@ struct Sparse {
     __device__ __forceinline__ explicit Sparse(Page<S, P>& p) : page(p) {}
 
     __device__ __forceinline__ void load_bounds() {
-        if constexpr (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER) {
+        if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) {
             for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-                page.template at<float2>(L::BOUNDS_AT)[i] = finite(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
+                page.template at<float2>(L::BOUNDS_AT)[i] = make_float2(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
             }
         }
     }
     __device__ __forceinline__ float2 bounds(int head, int channel) const {
-        if constexpr (A::TOGETHER) return page.template at<const float2>(L::FACTORS_AT)[2 * (head * D + channel) + 1];
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) return page.template at<const float2>(L::BOUNDS_AT)[head * D + channel];
-        return finite(page.params.lower[0], page.params.upper[0]);
+        return make_float2(page.params.lower[0], page.params.upper[0]);
     }
-    // How far a number lies outside, in units of the range; one that is not finite farther than all others, so that it is told of.
+    // How far a number lies outside, in units of the range.
     __device__ __forceinline__ float excess(float x, int head, int channel) const {
-        if (!(fabsf(x) <= FLOAT_MAX)) return as_float(0x7F800000u);
         const float2 b = bounds(head, channel);
         return quotient(fmaxf(sub(b.x, x), sub(x, b.y)), fmaxf(mul(0.5f, sub(b.y, b.x)), FLOAT_TINY));
     }
@@ -42,24 +40,23 @@ struct Sparse {
         const int bit = Order::bit(row, head, channel);
         atomicOr(page.mask + bit / 32, 1u << bit % 32);
     }
-    // Of numbers FIRST ... of a run whose first number is at (row, head, channel).
+    // Of numbers FIRST ... of a run whose first number is at (row, head, channel). A lane's eight numbers of a step are a byte of the
+    // mask, and all bytes of the slice's heads are written.
     template <int FIRST, int COUNT>
-    __device__ __forceinline__ void take_outside(Part<FIRST> part, const float (&x)[COUNT], int row, int head, int channel) {
+    __device__ __forceinline__ void take_outside(Part<FIRST>, const float (&x)[COUNT], int row, int head, int channel) {
         const float2 whole = P::SELECT == Select::MATRIX_BUNDLE ? bounds(0, 0) : make_float2(0.0f, 0.0f);
-        unsigned outside = 0;
+        const float2* of_channels = page.template at<const float2>(L::BOUNDS_AT) + head * D + channel;
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask) + Order::bit(row, head, channel) / 8;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : bounds(head, channel + Order::channels_on(FIRST + i));
-            mark_outside(outside, 1u << i, x[i], b.x, b.y);
+        for (int first = 0; first < COUNT; first += 8) {
+            unsigned outside = 0;
+#pragma unroll
+            for (int i = first; i < first + 8; ++i) {
+                const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : of_channels[Order::channels_on(FIRST + i)];
+                if (x[i] < b.x || x[i] > b.y) outside |= 1u << (i - first);
+            }
+            bytes[(FIRST + first) / 8 * Order::LANES] = static_cast<unsigned char>(outside);
         }
-        take_outside(part, outside, row, head, channel);
-    }
-    // The same where it is known which ones. A lane's eight numbers of a step are a byte of the mask, and all bytes of the slice's heads are written.
-    template <int FIRST>
-    __device__ __forceinline__ void take_outside(Part<FIRST>, unsigned outside, int row, int head, int channel) {
-        unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask) + Order::bit(row, head, channel) / 8 + FIRST / 8 * Order::LANES;
-#pragma unroll
-        for (int i = 0; i < Page<S, P>::AT_ONCE / 8; ++i) bytes[i * Order::LANES] = static_cast<unsigned char>(outside >> 8 * i);
     }
 
     __device__ __forceinline__ void clear_mask() {
@@ -81,7 +78,7 @@ struct Sparse {
                     const Number n = Order::number(8 * i + place);
                     const float x = page.number_at(n.row, n.head, n.channel);
                     const float2 b = bounds(n.head, n.channel);
-                    mark_outside(outside, 1u << place, x, b.x, b.y);
+                    if (x < b.x || x > b.y) outside |= 1u << place;
                 }
                 bytes[i] = static_cast<unsigned char>(outside);
             }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from runtime import jit, pack_bins
+from runtime import jit
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns
@@ -340,8 +340,6 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
     if fmt.dense:
         values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
         found |= {"values": values.float(), "edges": dense.edges(fmt.dense, values, tables).float()}
-        if fmt.dense.bits in pack_bins.WIDTHS:
-            found["bins"] = pack_bins.table(found["edges"])
     found |= {name: tables[name].float() for name in ("scale", "zero", "lower", "upper", "mean") if name in tables}
     if "scale" in found:
         found["inverse"] = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)

@@ -20,7 +20,6 @@ _POINTERS = (
         "heads",
         "records",
         "edges",
-        "bins",
         "values",
         "bands",
         "scale",

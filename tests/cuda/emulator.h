@@ -25,14 +25,6 @@ inline float root(float a) { return std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()); }
 inline float load_shared(int address) { return *reinterpret_cast<const float*>(shared_memory() + address); }
-inline void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
-    if (!(x >= lower && x <= upper)) word |= bit;
-}
-inline int load_shared_byte(unsigned address) { return shared_memory()[address]; }
-inline float saturated_product(float a, float b, float c) {
-    const float y = std::fma(a, b, c);
-    return y > 0.0f ? std::min(y, 1.0f) : 0.0f;
-}
 inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
 inline void copy16(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
