@@ -23,8 +23,17 @@ inline float mul(float a, float b) { return a * b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float root(float a) { return std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
-inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()); }
-inline float load_shared(int address) { return *reinterpret_cast<const float*>(shared_memory() + address); }
+// As on a GPU: shared memory does not start at 0, and the highest eight bits say which CTA of its cluster has it.
+constexpr int SHARED_START = 1024;
+inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()) + SHARED_START + (emulator::current->block->rank << 24); }
+inline unsigned char* at_shared(int address) {
+    if (address >> 24 != emulator::current->block->rank || (address & 0xFFFFFF) < SHARED_START) {
+        std::fprintf(stderr, "address %x is not in the shared memory of CTA %d\n", static_cast<unsigned>(address), emulator::current->block->rank);
+        std::abort();
+    }
+    return shared_memory() + (address & 0xFFFFFF) - SHARED_START;
+}
+inline float load_shared(int address) { return *reinterpret_cast<const float*>(at_shared(address)); }
 inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
 inline void copy16(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
