@@ -285,6 +285,14 @@ def test_page_ids_are_named():
         pack.check_ids(torch.tensor([[-1]]), 10, 4, 7)
 
 
+def test_heads_far_apart():
+    """Strides of heads have 32 bits in the kernel; where there is one head, they mean nothing."""
+    strides = (64, 64, 1 << 31, 1)
+    with pytest.raises(pack.KernelError, match="a head's begin 4 GiB or more behind the last one's"):
+        pack.source(torch.empty_strided((1, 1, 2, 64), strides, dtype=torch.float16, device="meta"))
+    pack.source(torch.empty_strided((1, 1, 1, 64), strides, dtype=torch.float16, device="meta"))
+
+
 def test_more_outlier_channels_than_the_format_has():
     _, geometry, _ = DIRECT[-1]
     tensors = exact_tensors(geometry.format, geometry.shape.h_kv, geometry.shape.d)
