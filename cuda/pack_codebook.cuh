@@ -60,16 +60,17 @@ struct BinsHead {
 template <int BITS>
 struct Bins {
     static constexpr int ROOM = 256, TABLE_BYTES = sizeof(BinsHead) + ROOM;  // u8 [ROOM]: 4 * edges below the bin
-    int edges;  // address, ascending ones and infinity
-    float factor, offset, step, origin_;
+    int edges, bins;  // addresses: ascending edges and infinity; bins
+    float factor, offset, step;
     int most;
 
     __device__ __forceinline__ Bins(const float* nodes, const unsigned char* table) : edges(shared_address(nodes)) {
         const BinsHead head = *reinterpret_cast<const BinsHead*>(table);
         factor = head.factor, offset = head.offset, most = head.most;
-        // As floats too small to be normal, whose bits are whole numbers: the product is rounded to an address.
+        // A float too small to be normal, whose bits are a whole number: the product is rounded to a bin. The address is added as a whole number, for in a
+        // cluster its highest bits say whose memory it is.
         step = as_float(static_cast<unsigned>(head.last));
-        origin_ = as_float(static_cast<unsigned>(shared_address(table) + static_cast<int>(sizeof(BinsHead))));
+        bins = shared_address(table) + static_cast<int>(sizeof(BinsHead));
     }
     static __device__ __forceinline__ void load(float* nodes, unsigned char* table, const float* from, const unsigned char* bins, int first, int step) {
         constexpr int EDGES = (1 << BITS) - 1;
@@ -79,7 +80,7 @@ struct Bins {
     template <int COUNT>
     __device__ __forceinline__ void find(const float (&x)[COUNT], int (&places)[COUNT]) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) places[i] = load_shared_byte(as_word(fmaf(saturated_product(x[i], factor, offset), step, origin_)));
+        for (int i = 0; i < COUNT; ++i) places[i] = load_shared_byte(bins + as_word(mul(saturated_product(x[i], factor, offset), step)));
         int left = most;
         do {
 #pragma unroll

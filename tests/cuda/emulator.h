@@ -23,12 +23,21 @@ inline float mul(float a, float b) { return a * b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float root(float a) { return std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
-inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()); }
-inline float load_shared(int address) { return *reinterpret_cast<const float*>(shared_memory() + address); }
+// As on a GPU: shared memory does not start at 0, and the highest eight bits say which CTA of its cluster has it.
+constexpr int SHARED_START = 1024;
+inline int shared_address(const void* p) { return static_cast<int>(static_cast<const unsigned char*>(p) - shared_memory()) + SHARED_START + (emulator::current->block->rank << 24); }
+inline unsigned char* at_shared(int address) {
+    if (address >> 24 != emulator::current->block->rank || (address & 0xFFFFFF) < SHARED_START) {
+        std::fprintf(stderr, "address %x is not in the shared memory of CTA %d\n", static_cast<unsigned>(address), emulator::current->block->rank);
+        std::abort();
+    }
+    return shared_memory() + (address & 0xFFFFFF) - SHARED_START;
+}
+inline float load_shared(int address) { return *reinterpret_cast<const float*>(at_shared(address)); }
 inline void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
     if (!(x >= lower && x <= upper)) word |= bit;
 }
-inline int load_shared_byte(unsigned address) { return shared_memory()[address]; }
+inline int load_shared_byte(unsigned address) { return *at_shared(static_cast<int>(address)); }
 inline float saturated_product(float a, float b, float c) {
     const float y = std::fma(a, b, c);
     return y > 0.0f ? std::min(y, 1.0f) : 0.0f;
