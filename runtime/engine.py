@@ -337,8 +337,6 @@ class Engine:
 
     def _few(self) -> list[Generation]:
         """The first of those that wait, as many as may be processed together if there is room."""
-        if self.kv.bundle.model.rope.kind in ("dynamic", "longrope"):
-            return []  # the model turns keys of all prompts of a pass as its longest one wants
         most, free = self.chunk or PADDED, self.sequences - len(self.running)
         found: list[Generation] = []
         for work in self.waiting:
