@@ -168,7 +168,7 @@ struct Alone {
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         byte_pages.run(feed, softmax);
         there.take(at);
-        if (L::APART) {
+        if constexpr (L::APART) {
             store(worker() + pair());
             if (at.ends) {
                 softmax.reset();

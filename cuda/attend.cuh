@@ -4,7 +4,8 @@
 // kv head (query heads times new tokens). The work of a launch is one line of units, for every sequence, kv head and page, and some
 // for the tokens that are exact; every block takes an equal stretch of it (cuda/line.cuh). Within a block a team of warps takes tiles of 16
 // tokens, always the same place of a unit, several units a turn (cuda/layout.cuh), and keeps its own running maximum, sum and
-// output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up.
+// output. A block writes one partial result for each (sequence, kv head) that it touched; cuda/merge.cuh adds them up. With many short sequences
+// every warp takes a sequence and head for itself instead (cuda/alone.cuh).
 //
 // A turn: the keys of its tiles give scores (cuda/keys.cuh), all tiles' scores become probabilities together (cuda/softmax.cuh), and these
 // multiply the tiles' values (cuda/values.cuh). Outliers come from lists (cuda/outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
