@@ -11,32 +11,6 @@
 
 namespace signpost {
 
-// Codes of normalized numbers: how many edges lie below. Two levels of the search tree are kept in registers; below them a number's
-// place is the address of its node in shared memory, which costs less than the node's number.
-template <int BITS>
-struct Search {
-    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1
-    float top, low, high;
-
-    __device__ __forceinline__ explicit Search(const float* nodes) : tree(shared_address(nodes)), top(nodes[1]) {
-        if constexpr (BITS > 1) {
-            low = nodes[2];
-            high = nodes[3];
-        }
-    }
-    // Address of the leaf: 4 * code behind that of code 0.
-    __device__ __forceinline__ int place(float x) const {
-        const bool first = x > top;
-        if constexpr (BITS == 1) return tree + (first ? 12 : 8);
-        int at = descend(first ? 12 : 8, x, first ? high : low, tree, tree + 4);
-#pragma unroll
-        for (int i = 2; i < BITS; ++i) at = descend(at, x, load_shared(at), -tree, 4 - tree);
-        return at;
-    }
-    __device__ __forceinline__ int leaves() const { return tree + (4 << BITS); }
-    __device__ __forceinline__ int operator()(float x) const { return (place(x) - leaves()) / 4; }
-};
-
 // Which part of a run: number FIRST is the first.
 template <int FIRST>
 struct Part {};
@@ -48,7 +22,7 @@ struct Dense {
     static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, BITS = S::BITS ? S::BITS : 1;
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
     static constexpr int AT_ONCE = Page<S, P>::AT_ONCE;
-    using Codes = Search<BITS>;
+    using Codes = typename Codebook<BITS>::Type;
     using Run = signpost::Codes<BITS>;
     static constexpr int WIDE = Run::WIDE;
 
@@ -61,21 +35,15 @@ struct Dense {
           factors(p.template at<float2>(L::FACTORS_AT)),
           scales(p.template at<float>(L::SCALES_AT)) {}
 
-    __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT)); }
+    __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT), page.template at<const unsigned char>(L::BINS_AT)); }
     __device__ __forceinline__ const float* values() const { return page.template at<const float>(L::VALUES_AT); }
 
     // Tables that all slices share. A barrier has to follow.
     __device__ __forceinline__ void load_codebook() {
         if constexpr (S::BANDED > 0) return;  // they belong to heads
-        float* nodes = page.template at<float>(L::TREE_AT);
         float* numbers = page.template at<float>(L::VALUES_AT);
-        for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) {
-            numbers[i] = page.params.values[i];
-            if (i == 0) continue;
-            int level = 0;
-            while (2 << level <= i) ++level;
-            nodes[i] = page.params.edges[((2 * (i - (1 << level)) + 1) << (BITS - 1 - level)) - 1];
-        }
+        for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) numbers[i] = page.params.values[i];
+        Codes::load(page.template at<float>(L::TREE_AT), page.template at<unsigned char>(L::BINS_AT), page.params.edges, page.params.bins, threadIdx.x, A::THREADS);
     }
 
     static __device__ __forceinline__ int index(int row, int head, int channel) {
@@ -94,7 +62,14 @@ struct Dense {
     // Scales of the bundle, which belong to the slice's heads. A barrier has to follow.
     __device__ __forceinline__ void load_scales() {
         for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-            factors[i] = make_float2(page.params.inverse[page.first_head * D + i], page.params.zero[page.first_head * D + i]);
+            const int channel = page.first_head * D + i;
+            const float2 factor = make_float2(page.params.inverse[channel], page.params.zero[channel]);
+            if constexpr (A::TOGETHER) {
+                const float2 bounds = finite(page.params.lower[channel], page.params.upper[channel]);
+                page.template at<float4>(L::FACTORS_AT)[i] = make_float4(factor.x, factor.y, bounds.x, bounds.y);
+            } else {
+                factors[i] = factor;
+            }
         }
         if constexpr (S::BANDED > 0) {
             constexpr int PIECES = D / 32 * static_cast<int>(sizeof(BandTree)) / 16;  // of a head
@@ -271,7 +246,7 @@ struct Dense {
     // The number that (row, head, channel) decodes to before outliers are corrected.
     __device__ __forceinline__ float decoded(float x, int row, int head, int channel) const {
         const int i = index(row, head, channel);
-        const float2 factor = factors[i];
+        const float2 factor = factors[A::TOGETHER ? 2 * i : i];
         const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
         if constexpr (S::BANDED > 0) return add(factor.y, mul(scale, tree(head, band_of(channel)).nearest(normalized(x, factor))));
         else return add(factor.y, mul(scale, values()[search()(normalized(x, factor))]));
@@ -294,7 +269,7 @@ struct Dense {
         page.template load_run<FIRST>(x, row, head, channel);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
-            nothing = fmaf(x[k], 0.0f, nothing);
+            if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
             at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
         }
         const BandTree& tree = this->tree(head, 2 * run + FIRST / AT_ONCE);
@@ -303,15 +278,18 @@ struct Dense {
         look(Part<FIRST>(), x, row, head, channel);
     }
 
-    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look: sees the numbers of a run, see
-    // Sparse::take_outside.
+    // Codes of the slice, 32 of a lane at a time, stored as artifacts/order.py says. look: sees the numbers of a run, or which of them lie
+    // outside, see Sparse::take_outside. Numbers that are not finite are reported, unless A::CHECKED says that they have been.
     template <class Look>
     __device__ __forceinline__ void encode(Look look) {
         constexpr int LANES = A::Order::LANES, TILES = A::Order::TILES;
         const int part = A::part(page.slice);
-        float nothing = 0.0f;  // NaN once a number was NaN or infinite
-        for (int i = threadIdx.x; i < page.heads * TILES * RUNS * LANES; i += A::THREADS) {
-            const int lane = A::Order::lane(i % LANES, part);
+        float nothing = 0.0f;  // NaN once a number was
+        constexpr int ALL = HEADS * TILES * RUNS * LANES;
+        constexpr bool EVEN = A::H % HEADS == 0 && ALL % A::THREADS == 0;  // then addresses that all share stay out of the loop
+#pragma unroll 1
+        for (unsigned turn = 0, i = threadIdx.x; EVEN ? turn < ALL / A::THREADS : i < page.heads * TILES * RUNS * LANES; ++turn, i += A::THREADS) {
+            const unsigned lane = A::Order::lane(i % LANES, part);
             const int run = i / LANES % RUNS, tile = i / LANES / RUNS % TILES;
             const int head = i / LANES / RUNS / TILES, r = lane / 4, c = lane % 4;
             const int first = P::VALUES ? 2 * c : r, row = TOKENS == 8 ? first % 4 : tile * TILE + first;
@@ -345,26 +323,42 @@ struct Dense {
     template <int FIRST, class Look>
     __device__ __forceinline__ void encode_part(const Codes& search, unsigned (&words)[WIDE], int row, int head, int channel, int run, float& nothing, Look look) {
         using Order = typename A::Order;
-        const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
-        const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
         float x[AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);
-        add_codes<FIRST>(search, words, [&](int k) {
-            const int i = FIRST + k;
-            nothing = fmaf(x[k], 0.0f, nothing);
-            return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
-        });
-        look(Part<FIRST>(), x, row, head, channel);
+        if constexpr (A::TOGETHER) {
+            const float4* first = page.template at<const float4>(L::FACTORS_AT) + index(row, head, channel);
+            unsigned outside = 0;
+            add_codes<FIRST>(search, words, [&](int k) {
+                const float4 by = first[Order::channels_on(FIRST + k)];
+                mark_outside(outside, 1u << k, x[k], by.z, by.w);
+                return normalized(x[k], make_float2(by.x, by.y));
+            });
+            look(Part<FIRST>(), outside, row, head, channel);
+        } else {
+            const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
+            const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
+            add_codes<FIRST>(search, words, [&](int k) {
+                const int i = FIRST + k;
+                if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
+                return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
+            });
+            look(Part<FIRST>(), x, row, head, channel);
+        }
     }
 
     // The same from normalized(k), number FIRST + k.
     template <int FIRST, class Normalized>
     static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized) {
+        float x[AT_ONCE];
+        int places[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) x[k] = normalized(k);
+        search.find(x, places);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int i = A::Order::code(FIRST + k, BITS), shift = Run::STRIDE * (i % Run::PER_WORD);
             // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
-            const unsigned place = search.place(normalized(k));
+            const unsigned place = places[k];
             words[i / Run::PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
         }
         if constexpr (FIRST + AT_ONCE == RUN) {
@@ -372,7 +366,7 @@ struct Dense {
 #pragma unroll
             for (int i = 0; i < Run::PER_WORD; ++i) ones |= 1u << (Run::STRIDE * i);
 #pragma unroll
-            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.leaves() / 4);
+            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.origin() / 4);
             Run::close(words);
         }
     }

@@ -61,6 +61,27 @@ __device__ __forceinline__ unsigned max_pair(unsigned a, unsigned b, BF16) {
     asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+// The same; NaN where one of two is.
+__device__ __forceinline__ unsigned min_or_nan(unsigned a, unsigned b, F16) {
+    unsigned y;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned max_or_nan(unsigned a, unsigned b, F16) {
+    unsigned y;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned min_or_nan(unsigned a, unsigned b, BF16) {
+    unsigned y;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned max_or_nan(unsigned a, unsigned b, BF16) {
+    unsigned y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
@@ -82,11 +103,27 @@ __device__ __forceinline__ float load_shared(int address) {
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
+__device__ __forceinline__ int load_shared_byte(unsigned address) {
+    unsigned x;
+    asm("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
+    return static_cast<int>(x);
+}
+// a b + c, rounded once, between 0 and 1; NaN gives 0.
+__device__ __forceinline__ float saturated_product(float a, float b, float c) {
+    float y;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+    return y;
+}
 // 2 * at + (x > edge ? right : left), in three instructions.
 __device__ __forceinline__ int descend(int at, float x, float edge, int left, int right) {
     int y;
     asm("{\n.reg .pred p;\n.reg .s32 t;\nsetp.gt.f32 p, %2, %3;\nselp.s32 t, %5, %4, p;\nmad.lo.s32 %0, %1, 2, t;\n}" : "=r"(y) : "r"(at), "f"(x), "f"(edge), "r"(left), "r"(right));
     return y;
+}
+
+// Sets a bit where x does not lie between lower and upper, in three instructions.
+__device__ __forceinline__ void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
+    asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\nsetp.le.and.f32 p, %1, %3, p;\n@!p or.b32 %0, %0, %4;\n}" : "+r"(word) : "f"(x), "f"(lower), "f"(upper), "r"(bit));
 }
 
 // Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
@@ -164,11 +201,18 @@ __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*r
 __device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }
 __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
+// Whether both of a pair are numbers, and finite.
+__device__ __forceinline__ bool finite_pair(unsigned x, F16) { return (x & 0x7C00u) != 0x7C00u && (x & 0x7C000000u) != 0x7C000000u; }
+__device__ __forceinline__ bool finite_pair(unsigned x, BF16) { return (x & 0x7F80u) != 0x7F80u && (x & 0x7F800000u) != 0x7F800000u; }
+
 // Two pieces of TF32 that add up to x but for its last two bits.
 __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& low) {
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
 }
+
+// Bounds beyond which every number that is not finite lies, NaN included.
+__device__ __forceinline__ float2 finite(float lower, float upper) { return make_float2(fmaxf(lower, -FLOAT_MAX), fminf(upper, FLOAT_MAX)); }
 
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }
@@ -214,6 +258,17 @@ __device__ __forceinline__ float warp_max(float x) {
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) x = add(x, __shfl_xor_sync(ALL_LANES, x, i));
+    return x;
+}
+// Of all lanes up to this one.
+template <typename N>
+__device__ __forceinline__ N warp_prefix(N x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        const N other = __shfl_up_sync(ALL_LANES, x, i);
+        if (lane >= i) x += other;
+    }
     return x;
 }
 // Over the four lanes that share a row of a fragment.

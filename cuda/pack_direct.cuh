@@ -55,7 +55,7 @@ struct Direct {
 
     __device__ __forceinline__ const Half* numbers(int row, int head) const {
         const auto from = page.template at<const typename Page<S, P>::Row>(PackLayout<S, P>::ROWS_AT)[row];
-        return from.data + (page.first_head + head) * from.head;
+        return from.of(page.first_head + head);
     }
 
     // ---- codes of rotated numbers ----

@@ -1,7 +1,7 @@
 // Lists of a page's outliers: counts and where each tile's list begins, which outliers have no room, indices and corrections.
 //
-// All CTAs of a page count their blocks for all others, in two halves of at most 128 each: the halves of half tiles come from two CTAs,
-// and 256 would not fit a byte. From then on every CTA knows where the lists of its own numbers begin.
+// All CTAs of a page count their lists for all others; those of half tiles come from two CTAs. From then on every CTA knows where the lists
+// of its own numbers begin. A warp goes through a list, a word of the mask a lane: what comes before a word is a sum over lanes.
 #pragma once
 
 #include "pack_page.cuh"
@@ -13,17 +13,18 @@ struct Lists {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
     using Order = typename A::Order;
-    static constexpr int STEPS = Order::STEPS, PARTS = Order::PARTS, HALF = BLOCK / 2;  // bits of half a block, 16 bytes
-    static constexpr int LISTS = A::H * A::TILES;                                       // of the page: of each head and tile
+    static constexpr int PARTS = Order::PARTS;
+    static constexpr int LISTS = A::H * A::TILES;                        // of the page: of each head and tile
+    static constexpr int WORDS = Order::STEPS * Order::BLOCK_WORDS;      // of the mask, of a list of the slice
 
     Page<S, P>& page;
-    unsigned char* const counts;  // outliers per half block of the page [H][TILES][STEPS][2]
-    unsigned* const starts;       // outliers before each list, and all of them at the end
+    unsigned short* const counts;  // outliers of each list of the page [H][TILES][PARTS]
+    unsigned* const starts;        // outliers before each list, and all of them at the end
     unsigned* const scratch;
 
     __device__ __forceinline__ explicit Lists(Page<S, P>& p)
         : page(p),
-          counts(p.template at<unsigned char>(L::COUNTS_AT)),
+          counts(p.template at<unsigned short>(L::COUNTS_AT)),
           starts(p.template at<unsigned>(L::STARTS_AT)),
           scratch(p.template at<unsigned>(L::SCRATCH_AT)) {}
 
@@ -31,30 +32,25 @@ struct Lists {
 
     // ---- counts and starts ----
 
-    // The place in the page of a block of the slice.
-    __device__ __forceinline__ int page_block(int block) const {
-        return (page.first_head + block / Order::BLOCKS) * A::BLOCKS + A::first_tile(page.slice) * STEPS + block % Order::BLOCKS;
+    __device__ __forceinline__ int slice_lists() const { return page.heads * Order::TILES; }
+    // The place in the page of a list of the slice.
+    __device__ __forceinline__ int page_list(int list) const {
+        return (page.first_head + list / Order::TILES) * A::TILES + A::first_tile(page.slice) + list % Order::TILES;
     }
-    __device__ __forceinline__ uint4* mask_halves() const { return reinterpret_cast<uint4*>(page.mask); }
-    static __device__ __forceinline__ unsigned bits_of(uint4 x) { return __popc(x.x) + __popc(x.y) + __popc(x.z) + __popc(x.w); }
 
-    // Counts the outliers of the slice's blocks, for all CTAs of the page.
+    // Counts the outliers of the slice's lists, for all CTAs of the page.
     __device__ __forceinline__ void count() {
-        for (int block = threadIdx.x; block < page.heads * Order::BLOCKS; block += A::THREADS) {
-            const int place = page_block(block);
-            const uint4* halves = mask_halves() + block * (2 / PARTS);
-            const unsigned n = bits_of(halves[0]);
-            if constexpr (PARTS == 2) {
-                tell(counts + 2 * place + A::part(page.slice), static_cast<unsigned char>(n));
-            } else {
-                tell(reinterpret_cast<unsigned short*>(counts) + place, static_cast<unsigned short>(n | bits_of(halves[1]) << 8));
-            }
-        }
-    }
-    template <typename N>
-    static __device__ __forceinline__ void tell(N* to, N x) {
+        const int lane = threadIdx.x % 32;
+        for (int list = threadIdx.x / 32; list < slice_lists(); list += A::WARPS) {
+            int n = 0;
 #pragma unroll
-        for (int other = 0; other < A::CLUSTER_CTAS; ++other) *remote(to, other) = x;
+            for (int first = 0; first < WORDS; first += 32) {
+                if (WORDS % 32 == 0 || first + lane < WORDS) n += __popc(page.mask[list * WORDS + first + lane]);
+            }
+            n = __reduce_add_sync(ALL_LANES, n);
+            unsigned short* place = counts + page_list(list) * PARTS + (PARTS == 2 ? A::part(page.slice) : 0);
+            if (lane < A::CLUSTER_CTAS) *remote(place, lane) = static_cast<unsigned short>(n);
+        }
     }
 
     __device__ __forceinline__ void page_sync() {
@@ -91,17 +87,12 @@ struct Lists {
             before += n;
         }
         if (first < LISTS && first + EACH >= LISTS) starts[LISTS] = before;
+        if (threadIdx.x == 0) *collected() = 0;
         __syncthreads();
     }
     // Outliers of a head's tile.
-    __device__ __forceinline__ unsigned of_tile(int tile) const {
-        const unsigned* words = reinterpret_cast<const unsigned*>(counts) + tile * (STEPS / 2);
-        unsigned sums = 0;  // of even and of odd blocks
-#pragma unroll
-        for (int i = 0; i < STEPS / 2; ++i) {
-            sums += (words[i] & 0x00FF00FFu) + (words[i] >> 8 & 0x00FF00FFu);
-        }
-        return (sums & 0xFFFFu) + (sums >> 16);
+    __device__ __forceinline__ unsigned of_tile(int list) const {
+        return counts[list * PARTS] + (PARTS == 2 ? counts[list * PARTS + PARTS - 1] : 0);
     }
 
     // The page's sum of a number of every thread. All threads of all CTAs.
@@ -177,46 +168,100 @@ struct Lists {
         }
     }
 
+    // Where a warp is in the slice's lists: one word of 32 a lane, and what is left of it.
+    struct Walk {
+        int list, chunk;         // chunk: of 32 words
+        unsigned before;         // outliers of the list before the chunk's end: this slice's, the partner's behind 16 bits
+        unsigned bits, place;    // of the lane's word: outliers to come, where in the page's list the first of them goes
+        unsigned between;        // how many of others come before the word's upper half
+    };
+
     // Index and correction of the slice's outliers. left(x, row, head, channel): what the codes leave of a number. All threads.
     //
     // They are few, and a lane that has one would hold up 31 others: so they are collected first, each with its place in the list, and
     // then dealt out. As many as there is room for in a round.
     template <class Left>
     __device__ __forceinline__ void write(Left left) {
-        unsigned* collected = scratch + 48;
         uint2* queue = page.template at<uint2>(L::CANDIDATES_AT);
-        const int words = page.heads * (A::MASK_WORDS / A::HEADS);
-        int word = threadIdx.x;
-        unsigned bits = word < words ? page.mask[word] : 0, done = 0;  // of the word; of its bits
-        do {
+        Walk walk = {static_cast<int>(threadIdx.x) / 32, 0, 0, 0, 0, 0};
+        if (walk.list < slice_lists()) look(walk);
+        while (true) {
+            while (walk.list < slice_lists() && collect(walk, queue)) step(walk);
             __syncthreads();
-            if (threadIdx.x == 0) *collected = 0;
-            __syncthreads();
-            while (word < words) {
-                if (bits) {
-                    int slot = atomicAdd(collected, static_cast<unsigned>(__popc(bits)));
-                    if (slot >= L::QUEUE) break;
-                    unsigned between = 0, place = place_of(word, between) + done;
-                    for (; bits && slot < L::QUEUE; bits &= bits - 1, ++slot, ++place, ++done) {
-                        const int bit = __ffs(static_cast<int>(bits)) - 1;
-                        queue[slot] = make_uint2(word * 32 + bit, place + (bit < 16 ? 0 : between));
-                    }
-                    if (bits) break;
-                }
-                word += A::THREADS;
-                bits = word < words ? page.mask[word] : 0;
-                done = 0;
-            }
-            __syncthreads();
-            const int n = min(static_cast<int>(*collected), L::QUEUE);
+            const int n = min(static_cast<int>(*collected()), L::QUEUE);
             for (int i = threadIdx.x; i < n; i += A::THREADS) write_one(queue[i].x, queue[i].y, left);
-        } while (__syncthreads_or(word < words));
+            const bool more = __syncthreads_or(walk.list < slice_lists());
+            if (threadIdx.x == 0) *collected() = 0;
+            if (!more) break;
+            __syncthreads();
+        }
+    }
+    __device__ __forceinline__ unsigned* collected() const { return scratch + 48; }
+
+    // Puts what is left of the warp's words into the queue; false: it has no room for all. A warp.
+    __device__ __forceinline__ bool collect(Walk& walk, uint2* queue) const {
+        const int lane = threadIdx.x % 32;
+        const unsigned mine = __popc(walk.bits), up_to = warp_prefix(mine), total = __shfl_sync(ALL_LANES, up_to, 31);
+        unsigned slot = 0;
+        if (lane == 0 && total) slot = atomicAdd(collected(), total);
+        slot = __shfl_sync(ALL_LANES, slot, 0);
+        const bool all = slot + total <= L::QUEUE;
+        slot += up_to - mine;
+        const int first = (walk.list * WORDS + walk.chunk * 32 + lane) * 32;
+        for (; walk.bits && slot < L::QUEUE; walk.bits &= walk.bits - 1, ++slot, ++walk.place) {
+            const int bit = __ffs(static_cast<int>(walk.bits)) - 1;
+            queue[slot] = make_uint2(first + bit, walk.place + (bit < 16 ? 0 : walk.between));
+        }
+        __syncwarp();
+        return all;
+    }
+    // To the next words.
+    __device__ __forceinline__ void step(Walk& walk) const {
+        if (32 * (walk.chunk + 1) < WORDS) {
+            ++walk.chunk;
+        } else {
+            walk.list += A::WARPS, walk.chunk = 0, walk.before = 0;
+        }
+        if (walk.list < slice_lists()) look(walk);
+    }
+    // Reads the words and finds where they go. A warp.
+    __device__ __forceinline__ void look(Walk& walk) const {
+        const int lane = threadIdx.x % 32, word = walk.chunk * 32 + lane;
+        const bool there = WORDS % 32 == 0 || word < WORDS;
+        unsigned* here = page.mask + walk.list * WORDS + (there ? word : 0);
+        walk.bits = there ? *here : 0;
+        unsigned theirs = 0;
+        if constexpr (PARTS == 2) theirs = there ? *of_partner(here) : 0;
+        const unsigned mine = __popc(walk.bits) | __popc(theirs) << 16, up_to = walk.before + warp_prefix(mine);
+        walk.before = __shfl_sync(ALL_LANES, up_to, 31);
+        const unsigned before = up_to - mine;
+        walk.place = starts[page_list(walk.list)] + (before & 0xFFFFu) + partners_before(up_to, before, theirs, walk.between);
+    }
+    // How many outliers of the tile's other half come before a word; up_to, before: both halves' with the word and without; theirs: the same
+    // word of the other mask. between: before the word's upper 16 bits, as many more. Keys' blocks have one half behind the other. Lanes of
+    // values take turns: after two of one half come two of the other, and a lane has eight bits.
+    __device__ __forceinline__ unsigned partners_before(unsigned up_to, unsigned before, unsigned theirs, unsigned& between) const {
+        between = 0;
+        if constexpr (PARTS == 1) return 0;
+        constexpr int LAST = Order::BLOCK_WORDS - 1;
+        const bool second = A::part(page.slice) != 0;
+        if constexpr (P::VALUES) {
+            const unsigned low = __popc(theirs & 0xFFFFu), high = __popc(theirs >> 16);
+            between = second ? high : low;
+            return (before >> 16) + (second ? low : 0);
+        } else {
+            const int lane = threadIdx.x % 32;
+            const unsigned end = __shfl_sync(ALL_LANES, up_to, lane | LAST), begin = __shfl_sync(ALL_LANES, before, lane & ~LAST);
+            return (second ? end : begin) >> 16;
+        }
     }
     template <class Left>
     __device__ __forceinline__ void write_one(int bit, unsigned place, Left left) {
-        const Number x = Order::number(bit);
+        const Number n = Order::number(bit);
+        const float x = page.number_at(n.row, n.head, n.channel);
+        if (A::BUNDLE && !(fabsf(x) <= FLOAT_MAX)) page.report(4);
         page.record()[S::INDEX + place] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
-        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(page.number_at(x.row, x.head, x.channel), x.row, x.head, x.channel), Order::step(bit));
+        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(x, n.row, n.head, n.channel), Order::step(bit));
     }
 
     // The same place in the mask of the slice that has the other half of this one's tile.
@@ -227,40 +272,9 @@ struct Lists {
         return mine + slices * (A::MASK_WORDS * 4 / static_cast<int>(sizeof(N)));
     }
 
-    // Where the list goes on with a word of the mask; between: see partners_before.
-    __device__ __forceinline__ unsigned place_of(int word, unsigned& between) const {
-        const int block = word / Order::BLOCK_WORDS;
-        unsigned place = before_block(page_block(block));
-        for (int i = block * Order::BLOCK_WORDS; i < word; ++i) place += __popc(page.mask[i]);
-        if constexpr (PARTS == 2) place += partners_before(block, word % Order::BLOCK_WORDS, between);
-        return place;
-    }
-
-    // Where a block's list begins.
-    __device__ __forceinline__ unsigned before_block(int block) const {
-        const int tile = block / STEPS, step = block % STEPS;
-        const unsigned* words = reinterpret_cast<const unsigned*>(counts) + tile * (STEPS / 2);  // of two blocks
-        unsigned before = starts[tile];
-        for (int i = 0; 2 * i < step; ++i) before = __dp4a(words[i], 2 * i + 1 < step ? 0x01010101u : 0x0101u, before);
-        return before;
-    }
-
-    // Outliers of the block's other half before those in a word of this one's mask; between: before the word's upper 16 bits, as many
-    // more. Lanes of values take turns: after two of one half come two of the other, and a lane has eight bits.
-    __device__ __forceinline__ unsigned partners_before(int block, int word, unsigned& between) const {
-        const bool second = A::part(page.slice) != 0;
-        if constexpr (!P::VALUES) return second ? counts[2 * page_block(block)] : 0;
-        const unsigned* theirs = of_partner(page.mask + block * Order::BLOCK_WORDS);
-        unsigned before = 0;
-        for (int i = 0; i < word; ++i) before += __popc(theirs[i]);
-        const unsigned low = __popc(theirs[word] & 0xFFFFu), high = __popc(theirs[word] >> 16);
-        between = second ? high : low;
-        return before + (second ? low : 0);
-    }
-
     // Waits until no other CTA reads this one's mask any more. All threads of all CTAs, at the end.
     __device__ __forceinline__ void finish() {
-        if constexpr (P::CLUSTER && PARTS == 2 && P::VALUES) page_sync();
+        if constexpr (P::CLUSTER && PARTS == 2) page_sync();
     }
 };
 

@@ -40,15 +40,15 @@ struct SliceOrder {
     }
 
     // Bit of a number in the slice's mask [heads][TILES][STEPS][LANES][8].
-    static __device__ __forceinline__ int bit(int row, int head, int channel) {
-        const int tile = PARTS == 2 ? 0 : row / 16, within = PARTS == 2 ? row : row % 16, far = within / FAR, near = within % FAR;
-        const int of_half = channel % (D / 2), step = VALUES ? channel / 16 : of_half / 8;
-        const int own = VALUES ? channel % 8 * (FAR / 2) + near / 2 : near * 4 + of_half % 8 / 2;
-        const int place = VALUES ? far * 4 + channel / 8 % 2 * 2 + near % 2 : channel / (D / 2) * 4 + far * 2 + channel % 2;
+    static __device__ __forceinline__ int bit(unsigned row, unsigned head, unsigned channel) {
+        const unsigned tile = PARTS == 2 ? 0 : row / 16, within = PARTS == 2 ? row : row % 16, far = within / FAR, near = within % FAR;
+        const unsigned of_half = channel % (D / 2), step = VALUES ? channel / 16 : of_half / 8;
+        const unsigned own = VALUES ? channel % 8 * (FAR / 2) + near / 2 : near * 4 + of_half % 8 / 2;
+        const unsigned place = VALUES ? far * 4 + channel / 8 % 2 * 2 + near % 2 : channel / (D / 2) * 4 + far * 2 + channel % 2;
         return (((head * TILES + tile) * STEPS + step) * LANES + own) * 8 + place;
     }
-    static __device__ __forceinline__ Number number(int bit) {
-        const int place = bit % 8, own = bit / 8 % LANES, step = bit / 8 / LANES % STEPS, tile = bit / 8 / LANES / STEPS % TILES;
+    static __device__ __forceinline__ Number number(unsigned bit) {
+        const unsigned place = bit % 8, own = bit / 8 % LANES, step = bit / 8 / LANES % STEPS, tile = bit / 8 / LANES / STEPS % TILES;
         Number x;
         x.head = bit / 8 / LANES / BLOCKS;
         x.row = tile * 16 + (VALUES ? own % (FAR / 2) * 2 : own / 4) + rows_on(place);
@@ -56,9 +56,9 @@ struct SliceOrder {
         return x;
     }
     // A number's block in its tile, from its bit.
-    static __device__ __forceinline__ int step(int bit) { return bit / 8 / LANES % STEPS; }
+    static __device__ __forceinline__ int step(unsigned bit) { return bit / 8 / LANES % STEPS; }
     // Its index in the block.
-    static __device__ __forceinline__ int index(int bit, int part) { return lane(bit / 8 % LANES, part) * 8 + bit % 8; }
+    static __device__ __forceinline__ int index(unsigned bit, int part) { return lane(bit / 8 % LANES, part) * 8 + bit % 8; }
 };
 
 }  // namespace signpost

@@ -16,6 +16,7 @@
 //   THREADS         of a CTA
 #pragma once
 
+#include "pack_codebook.cuh"
 #include "pack_matrix.cuh"
 #include "pack_order.cuh"
 #include "sides.cuh"
@@ -47,6 +48,7 @@ struct PackParams {
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
+    const unsigned char* bins; // BinsHead and u8 [256] (pack_codebook.cuh); null where codes are not found by bins
     const float* values;       // of the codes [2^BITS]
     const uint4* bands;        // BandTree (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle, like zero
@@ -99,6 +101,7 @@ struct Shape {
     static constexpr bool SPARSE = S::SPARSE != 0, BUNDLE = P::SELECT == Select::CHANNEL_BUNDLE || P::SELECT == Select::MATRIX_BUNDLE;
     static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
     static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
+    static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE && S::BANDED == 0;  // a channel's scale, zero point and bounds are read at once
     using Order = SliceOrder<D, TOKENS, P::VALUES != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
@@ -111,6 +114,10 @@ struct Shape {
     static constexpr int ANGLES = S::ROPE_DIM ? S::ROPE_DIM / 2 + 8 : 0;  // from one token's to the next's: other banks
     // Numbers of two bytes in shared memory, as they came: pairs of them are handled at once.
     static constexpr bool AS_THEY_CAME = P::STORE == Store::SHARED && sizeof(typename P::Input) == 2 && !S::ROTATE && !S::CENTER && S::ROPE_DIM == 0;
+    // Whether a token's outliers are found from pairs: vectors of eight numbers, those of a lane, pairs of piles (Sparse::select_pairs).
+    static constexpr int VECTORS = HEADS * D / 8, VECTORS_EACH = VECTORS / 32, PILES = (P::PER_END + 48) / 48;
+    static constexpr bool PAIRED = P::SELECT == Select::TOKEN && AS_THEY_CAME && VECTORS % 32 == 0 && VECTORS_EACH >= PILES && VECTORS_EACH <= 20 && P::PER_END <= 64;
+    static constexpr bool CHECKED = FUSED || PAIRED;  // numbers that are not finite are met among outliers
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
@@ -163,14 +170,16 @@ struct PackLayout {
     static constexpr int ROWS_AT = RAW_AT + (S::ROTATE && !DIRECT ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
     static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
-    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges as a search tree
-    static constexpr int BANDS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: of the codes
+    static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges, as codes are found
+    static constexpr int BINS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);               // before: of the codes
+    static constexpr int BANDS_AT = BINS_AT + Codebook<S::BITS>::Type::TABLE_BYTES;                // before: bins of the codebook
     static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * 128 : 0);   // before: BandTree [HEADS][D / 32]
-    static constexpr int SCALES_AT = FACTORS_AT + align16(8 * A::SCALES);                          // before: (1 / scale, zero) [SCALES]
+    // before: (1 / scale, zero) [SCALES], with A::TOGETHER (1 / scale, zero, lower, upper)
+    static constexpr int SCALES_AT = FACTORS_AT + align16((A::TOGETHER ? 16 : 8) * A::SCALES);
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
-    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE ? 8 * A::HEADS * A::D : 0);       // before: (lower, upper)
+    static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER ? 8 * A::HEADS * A::D : 0);  // before: (lower, upper)
     static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
-    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::BLOCKS) : 0);  // before: u8 [H][BLOCKS][2]
+    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::TILES * A::Order::PARTS) : 0);  // before: u16 [H][TILES][PARTS]
     static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::TILES + 1)) : 0);  // before: u32
     static constexpr int QUEUE = 384;  // outliers that wait for their corrections, where candidates were
     static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : A::SPARSE ? 8 * QUEUE : 0);
@@ -185,8 +194,11 @@ struct Page {
     using Order = typename A::Order;
     using Input = typename P::Input;
     struct Row {
-        const Input* data;  // the token's numbers
-        long long head;     // stride
+        const Input* data;    // the token's numbers
+        unsigned head;        // stride in bytes
+        __device__ __forceinline__ const Input* of(unsigned which) const {
+            return reinterpret_cast<const Input*>(reinterpret_cast<const unsigned char*>(data) + static_cast<unsigned long long>(which) * head);
+        }
     };
 
     const PackParams& params;
@@ -249,15 +261,16 @@ struct Page {
         const Row* rows = at<Row>(L::ROWS_AT);
         if constexpr (P::STORE == Store::SHARED && !S::ROTATE) {
             // All heads of a token before the next: they lie side by side in a prompt. A thread keeps its piece of a vector.
-            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE, AT_ONCE = A::THREADS / PIECES;
-            const int piece = threadIdx.x % PIECES * PIECE;
+            constexpr int PIECE = 16 / L::INPUT_BYTES, PIECES = A::D / PIECE, AT_ONCE = A::THREADS / PIECES, VECTORS = A::HEADS * A::TOKENS;
+            constexpr bool OWN_HEAD = AT_ONCE % A::HEADS == 0 && VECTORS % AT_ONCE == 0;  // a thread's
+            const unsigned piece = threadIdx.x % PIECES * PIECE, first = threadIdx.x / PIECES;
             Input* tile = at<Input>(L::TILE_AT) + piece;
 #pragma unroll 4
-            for (int i = threadIdx.x / PIECES; i < A::HEADS * A::TOKENS; i += AT_ONCE) {
-                const int head = AT_ONCE % A::HEADS ? i % A::HEADS : threadIdx.x / PIECES % A::HEADS, row = i / A::HEADS;
-                if (A::H % A::HEADS && head >= heads) continue;
-                const Row from = rows[row];
-                copy16(tile + (head * A::TOKENS + row) * A::ROW, from.data + (first_head + head) * from.head + piece);
+            for (unsigned turn = 0; turn < (VECTORS + AT_ONCE - 1) / AT_ONCE; ++turn) {
+                const unsigned i = first + turn * AT_ONCE, head = OWN_HEAD ? first % A::HEADS : i % A::HEADS;
+                const unsigned row = OWN_HEAD ? first / A::HEADS + turn * (AT_ONCE / A::HEADS) : i / A::HEADS;
+                if ((!OWN_HEAD && i >= VECTORS) || (A::H % A::HEADS && head >= heads)) continue;
+                copy16(tile + (head * A::TOKENS + row) * A::ROW, rows[row].of(first_head + head) + piece);
             }
         }
     }
@@ -265,8 +278,9 @@ struct Page {
     // Sines and cosines of the slice's tokens.
     __device__ __forceinline__ void find_turns() {
         constexpr int PAIRS = S::ROPE_DIM / 2;
-        for (int i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
-            const int row = i / PAIRS, pair = i % PAIRS;
+#pragma unroll 1
+        for (unsigned i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
+            const unsigned row = i / PAIRS, pair = i % PAIRS;
             const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
             float2 turn;
             sincosf(angle, &turn.y, &turn.x);
@@ -293,7 +307,7 @@ struct Page {
         const bool old = params.lengths || n < params.prompt_first;
         const Source& from = old ? params.ring : params.prompt;
         const long long row = old ? behind % params.ring_capacity : n - params.prompt_first;
-        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, from.head};
+        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, static_cast<unsigned>(from.head * L::INPUT_BYTES)};
     }
 
     // One head's vectors times P, after the mean is taken off. All threads.
@@ -308,7 +322,7 @@ struct Page {
         __syncthreads();
         for (int i = threadIdx.x; i < A::TOKENS * A::D; i += A::THREADS) {
             const int row = i / A::D, channel = i % A::D;
-            raw[row * A::ROW + channel] = centered(widen(rows[row].data[(first_head + head) * rows[row].head + channel]), head, channel);
+            raw[row * A::ROW + channel] = centered(widen(rows[row].of(first_head + head)[channel]), head, channel);
         }
         __syncthreads();
         for (int i = warp; i < (A::TOKENS + 8) / 16 * CHUNKS; i += A::WARPS) {
@@ -342,8 +356,7 @@ struct Page {
         if constexpr (P::STORE == Store::SHARED) {
             return widen(at<const Input>(L::TILE_AT)[(head * A::TOKENS + row) * A::ROW + channel]);
         } else {
-            const Row from = at<const Row>(L::ROWS_AT)[row];
-            return widen(from.data[(first_head + head) * from.head + channel]);
+            return widen(at<const Row>(L::ROWS_AT)[row].of(first_head + head)[channel]);
         }
     }
 
@@ -399,13 +412,17 @@ struct Page {
         if constexpr (HALVES) {  // number i and number i + 4 of the other half of the head are a pair
             const float2* table = at<const float2>(L::ROPE_AT) + row * A::ANGLES + channel;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i += i % 4 == 3 ? 5 : 1) {
-                const float2 turn = table[Order::rows_on(FIRST + i) * A::ANGLES + Order::channels_on(FIRST + i)];
-                const float first = x[i], second = x[i + 4];
-                x[i] = sub(mul(first, turn.x), mul(second, turn.y));
-                x[i + 4] = add(mul(second, turn.x), mul(first, turn.y));
+            for (int i = 0; i < AT_ONCE; i += i % 4 == 2 ? 6 : 2) {  // of two channels
+                const float4 turn = *reinterpret_cast<const float4*>(table + Order::rows_on(FIRST + i) * A::ANGLES + Order::channels_on(FIRST + i));
+                turn_pair(x[i], x[i + 4], turn.x, turn.y);
+                turn_pair(x[i + 1], x[i + 5], turn.z, turn.w);
             }
         }
+    }
+    static __device__ __forceinline__ void turn_pair(float& first, float& second, float cosine, float sine) {
+        const float x = sub(mul(first, cosine), mul(second, sine));
+        second = add(mul(second, cosine), mul(first, sine));
+        first = x;
     }
 
     __device__ __forceinline__ bool is_outlier(int row, int head, int channel) const {

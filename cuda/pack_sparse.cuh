@@ -20,18 +20,20 @@ struct Sparse {
     __device__ __forceinline__ explicit Sparse(Page<S, P>& p) : page(p) {}
 
     __device__ __forceinline__ void load_bounds() {
-        if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) {
+        if constexpr (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER) {
             for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-                page.template at<float2>(L::BOUNDS_AT)[i] = make_float2(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
+                page.template at<float2>(L::BOUNDS_AT)[i] = finite(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
             }
         }
     }
     __device__ __forceinline__ float2 bounds(int head, int channel) const {
+        if constexpr (A::TOGETHER) return page.template at<const float2>(L::FACTORS_AT)[2 * (head * D + channel) + 1];
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) return page.template at<const float2>(L::BOUNDS_AT)[head * D + channel];
-        return make_float2(page.params.lower[0], page.params.upper[0]);
+        return finite(page.params.lower[0], page.params.upper[0]);
     }
-    // How far a number lies outside, in units of the range.
+    // How far a number lies outside, in units of the range. One that is not finite is told of here, as it need not find room in the lists.
     __device__ __forceinline__ float excess(float x, int head, int channel) const {
+        if (!(fabsf(x) <= FLOAT_MAX)) page.report(4);
         const float2 b = bounds(head, channel);
         return quotient(fmaxf(sub(b.x, x), sub(x, b.y)), fmaxf(mul(0.5f, sub(b.y, b.x)), FLOAT_TINY));
     }
@@ -40,23 +42,24 @@ struct Sparse {
         const int bit = Order::bit(row, head, channel);
         atomicOr(page.mask + bit / 32, 1u << bit % 32);
     }
-    // Of numbers FIRST ... of a run whose first number is at (row, head, channel). A lane's eight numbers of a step are a byte of the
-    // mask, and all bytes of the slice's heads are written.
+    // Of numbers FIRST ... of a run whose first number is at (row, head, channel).
     template <int FIRST, int COUNT>
-    __device__ __forceinline__ void take_outside(Part<FIRST>, const float (&x)[COUNT], int row, int head, int channel) {
+    __device__ __forceinline__ void take_outside(Part<FIRST> part, const float (&x)[COUNT], int row, int head, int channel) {
         const float2 whole = P::SELECT == Select::MATRIX_BUNDLE ? bounds(0, 0) : make_float2(0.0f, 0.0f);
-        const float2* of_channels = page.template at<const float2>(L::BOUNDS_AT) + head * D + channel;
-        unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask) + Order::bit(row, head, channel) / 8;
+        unsigned outside = 0;
 #pragma unroll
-        for (int first = 0; first < COUNT; first += 8) {
-            unsigned outside = 0;
-#pragma unroll
-            for (int i = first; i < first + 8; ++i) {
-                const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : of_channels[Order::channels_on(FIRST + i)];
-                if (x[i] < b.x || x[i] > b.y) outside |= 1u << (i - first);
-            }
-            bytes[(FIRST + first) / 8 * Order::LANES] = static_cast<unsigned char>(outside);
+        for (int i = 0; i < COUNT; ++i) {
+            const float2 b = P::SELECT == Select::MATRIX_BUNDLE ? whole : bounds(head, channel + Order::channels_on(FIRST + i));
+            mark_outside(outside, 1u << i, x[i], b.x, b.y);
         }
+        take_outside(part, outside, row, head, channel);
+    }
+    // The same where it is known which ones. A lane's eight numbers of a step are a byte of the mask, and all bytes of the slice's heads are written.
+    template <int FIRST>
+    __device__ __forceinline__ void take_outside(Part<FIRST>, unsigned outside, int row, int head, int channel) {
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(page.mask) + Order::bit(row, head, channel) / 8 + FIRST / 8 * Order::LANES;
+#pragma unroll
+        for (int i = 0; i < Page<S, P>::AT_ONCE / 8; ++i) bytes[i * Order::LANES] = static_cast<unsigned char>(outside >> 8 * i);
     }
 
     __device__ __forceinline__ void clear_mask() {
@@ -78,7 +81,7 @@ struct Sparse {
                     const Number n = Order::number(8 * i + place);
                     const float x = page.number_at(n.row, n.head, n.channel);
                     const float2 b = bounds(n.head, n.channel);
-                    if (x < b.x || x > b.y) outside |= 1u << place;
+                    mark_outside(outside, 1u << place, x, b.x, b.y);
                 }
                 bytes[i] = static_cast<unsigned char>(outside);
             }
@@ -186,8 +189,8 @@ struct Sparse {
 
     // ---- the same for numbers of two bytes as they came, both ends at once ----
 
-    static constexpr int VECTORS = HEADS * D / 8, EACH = VECTORS / 32, PILES = (K + 48) / 48;  // of eight numbers; of a lane; pairs of piles
-    static constexpr bool PAIRED = A::AS_THEY_CAME && VECTORS % 32 == 0 && EACH >= PILES && EACH <= 20 && K <= 64;
+    static constexpr int EACH = A::VECTORS_EACH, PILES = A::PILES;
+    static constexpr bool PAIRED = A::PAIRED;
     static constexpr int UNROLLED = PAIRED ? 1 : 4;  // of the way that is seldom taken then: it compiles faster
     static constexpr int VECTOR_ROOM = 128, PLACE_ROOM = 192;
     static_assert(2 * VECTOR_ROOM + 4 * PLACE_ROOM <= L::CANDIDATE_BYTES, "lists of a warp");
@@ -223,11 +226,11 @@ struct Sparse {
         return least;
     }
 
-    // The larger of two pairs; FLIP: the smaller.
+    // The larger of two pairs; FLIP: the smaller. NaN beats all, so that it is seen.
     template <bool FLIP>
     static __device__ __forceinline__ unsigned best(unsigned a, unsigned b) {
         using Half = typename P::Input;
-        return FLIP ? min_pair(a, b, Half()) : max_pair(a, b, Half());
+        return FLIP ? min_or_nan(a, b, Half()) : max_or_nan(a, b, Half());
     }
     template <bool FLIP>
     static __device__ __forceinline__ unsigned key16(unsigned bits) {
@@ -245,6 +248,10 @@ struct Sparse {
             high[i] = best<FLIP>(best<FLIP>(x.x, x.y), best<FLIP>(x.z, x.w));
             top[i % PILES] = i < PILES ? high[i] : best<FLIP>(top[i % PILES], high[i]);
         }
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < PILES; ++i) finite = finite && finite_pair(top[i], typename P::Input());
+        if (!finite) page.report(4);
 #pragma unroll
         for (int i = 0; i < 2 * PILES; ++i) keys[i] = key16<FLIP>(i % 2 ? top[i / 2] >> 16 : top[i / 2] & 0xFFFFu);
         // Wanted are numbers beyond the one next to the bound, here in both halves. No number has -0's own key.
@@ -253,16 +260,16 @@ struct Sparse {
 
         unsigned short* vectors = reinterpret_cast<unsigned short*>(page.template at<unsigned char>(L::CANDIDATES_AT) + warp * L::CANDIDATE_BYTES);
         unsigned* list = reinterpret_cast<unsigned*>(vectors + VECTOR_ROOM);
-        int n = 0;
+        unsigned reached = 0;  // which of the lane's vectors
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const bool in = best<FLIP>(high[i], under) != under;
-            const unsigned all = __ballot_sync(ALL_LANES, in);
-            const int slot = n + __popc(all & ((1u << lane) - 1u));
-            if (in && slot < VECTOR_ROOM) vectors[slot] = static_cast<unsigned short>(i * 32 + lane);
-            n += __popc(all);
+            if (best<FLIP>(high[i], under) != under) reached |= 1u << i;
         }
+        const int up_to = warp_prefix(__popc(reached)), n = __shfl_sync(ALL_LANES, up_to, 31);
         if (n > VECTOR_ROOM) return false;
+        for (int slot = up_to - __popc(reached); reached; reached &= reached - 1, ++slot) {
+            vectors[slot] = static_cast<unsigned short>((__ffs(static_cast<int>(reached)) - 1) * 32 + lane);
+        }
         __syncwarp();
         int taken = 0;
         for (int i = lane; i < (n + 31) / 32 * 32; i += 32) {
@@ -279,14 +286,8 @@ struct Sparse {
                     if (beyond >> 16) in |= 2u << 2 * k;
                 }
             }
-            const int mine = __popc(in);
-            int before = mine;  // and including
-#pragma unroll
-            for (int k = 1; k < 32; k *= 2) {
-                const int x = __shfl_up_sync(ALL_LANES, before, k);
-                if (lane >= k) before += x;
-            }
-            int slot = taken + before - mine;
+            const int before = warp_prefix(__popc(in));  // and including
+            int slot = taken + before - __popc(in);
             taken += __shfl_sync(ALL_LANES, before, 31);
             if (taken > PLACE_ROOM - 4) return false;
             for (; in; in &= in - 1, ++slot) {

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from runtime import jit
+from runtime import jit, pack_bins
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns
@@ -44,6 +44,8 @@ def source(x: Tensor) -> Source:
             f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces "
             "of 16 bytes of neighbouring channels; make them contiguous"
         )
+    if x.shape[2] > 1 and x.stride(2) * x.dtype.itemsize >= 1 << 32:
+        raise KernelError(f"numbers with strides {x.stride()}: a head's begin 4 GiB or more behind the last one's")
     return Source(x.data_ptr(), *x.stride()[:3])
 
 
@@ -340,6 +342,8 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
     if fmt.dense:
         values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
         found |= {"values": values.float(), "edges": dense.edges(fmt.dense, values, tables).float()}
+        if fmt.dense.bits in pack_bins.WIDTHS:
+            found["bins"] = pack_bins.table(found["edges"])
     found |= {name: tables[name].float() for name in ("scale", "zero", "lower", "upper", "mean") if name in tables}
     if "scale" in found:
         found["inverse"] = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)

@@ -20,6 +20,7 @@ _POINTERS = (
         "heads",
         "records",
         "edges",
+        "bins",
         "values",
         "bands",
         "scale",

@@ -12,7 +12,7 @@ import torch
 from artifacts import Bundle, PageGeometry, Rope
 from artifacts.order import TILE
 from artifacts.parts.banded import BAND
-from artifacts.parts.sparse import BLOCK
+from runtime import pack_bins
 from runtime.jit import KernelError, Unit
 from runtime.pack_factors import factor_unit
 from runtime.pack_params import LAYERS_AT_ONCE, Params
@@ -102,6 +102,7 @@ class _Cut:
         size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
         size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
+        size += pack_bins.BYTES if fmt.dense and fmt.dense.bits in pack_bins.WIDTHS else 0
         size += self.heads * d // BAND * BAND_TREE if fmt.banded else 0
         size += _align(8 * self.scales)
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
@@ -109,7 +110,7 @@ class _Cut:
         if fmt.sparse:
             tiles = shape.h_kv * shape.t // TILE
             size += _align(4 * per_cta * self.heads * self.tokens * d // 32)
-            size += _align(2 * shape.numbers // BLOCK) + _align(4 * tiles + 4)
+            size += _align(2 * tiles * (1 if self.tokens >= TILE else 2)) + _align(4 * tiles + 4)
             size += threads // 32 * CANDIDATES if select == "TOKEN" else QUEUE
         size += _align(self.tokens * (d + 4) * 4) if fmt.sketch and not direct else 0
         return size + 256

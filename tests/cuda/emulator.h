@@ -34,6 +34,14 @@ inline unsigned char* at_shared(int address) {
     return shared_memory() + (address & 0xFFFFFF) - SHARED_START;
 }
 inline float load_shared(int address) { return *reinterpret_cast<const float*>(at_shared(address)); }
+inline void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
+    if (!(x >= lower && x <= upper)) word |= bit;
+}
+inline int load_shared_byte(unsigned address) { return *at_shared(static_cast<int>(address)); }
+inline float saturated_product(float a, float b, float c) {
+    const float y = std::fma(a, b, c);
+    return y > 0.0f ? std::min(y, 1.0f) : 0.0f;
+}
 inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
 inline void copy16(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
@@ -138,6 +146,21 @@ unsigned min_pair(unsigned a, unsigned b, Half) {
 template <typename Half>
 unsigned max_pair(unsigned a, unsigned b, Half) {
     return chosen_pair<Half>(a, b, -1.0f);
+}
+template <typename Half>
+unsigned or_nan(unsigned y, unsigned a, unsigned b) {
+    for (int i = 0; i < 2; ++i) {
+        if (std::isnan(widen(half_of<Half>(a, i))) || std::isnan(widen(half_of<Half>(b, i)))) y |= 0x7FFFu << 16 * i;
+    }
+    return y;
+}
+template <typename Half>
+unsigned min_or_nan(unsigned a, unsigned b, Half) {
+    return or_nan<Half>(min_pair(a, b, Half()), a, b);
+}
+template <typename Half>
+unsigned max_or_nan(unsigned a, unsigned b, Half) {
+    return or_nan<Half>(max_pair(a, b, Half()), a, b);
 }
 
 // To the nearest float16, ties to even.

@@ -279,6 +279,14 @@ def test_page_ids_are_named():
         pack.check_ids(torch.tensor([[-1]]), 10, 4, 7)
 
 
+def test_heads_far_apart():
+    """Strides of heads have 32 bits in the kernel; where there is one head, they mean nothing."""
+    strides = (64, 64, 1 << 31, 1)
+    with pytest.raises(pack.KernelError, match="a head's begin 4 GiB or more behind the last one's"):
+        pack.source(torch.empty_strided((1, 1, 2, 64), strides, dtype=torch.float16, device="meta"))
+    pack.source(torch.empty_strided((1, 1, 1, 64), strides, dtype=torch.float16, device="meta"))
+
+
 def test_more_outlier_channels_than_the_format_has():
     _, geometry, _ = DIRECT[-1]
     tensors = exact_tensors(geometry.format, geometry.shape.h_kv, geometry.shape.d)
@@ -410,3 +418,41 @@ def test_bad_input_is_reported():
     table = torch.tensor([[1]], dtype=torch.int32)
     packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
     assert packer.status.item() == 2
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
+    """Also where it is one of many more than a page has room for."""
+    _, geometry, rope = OUTLIERS[0]
+    _, _, packer = made(geometry, rope, torch.float16, "sm_90a")
+    if crowded:
+        for name in ("lower", "upper"):
+            packer.tables[name].zero_()
+    else:  # no bounds at all
+        packer.tables["lower"].fill_(-torch.inf)
+        packer.tables["upper"].fill_(torch.inf)
+    shape = geometry.shape
+    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, torch.float16)
+    table = torch.tensor([[1]], dtype=torch.int32)
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 0
+    x[0, 60, 1, 3] = bad
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 4
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", list(pack_units.INPUTS))
+def test_what_is_not_finite_is_told_of_tokens(bad, dtype):
+    """The search for a token's outliers meets it, where it goes by pairs."""
+    _, geometry, rope = next(side for side in OUTLIERS if side[1].format.sparse.axis == "token")
+    _, _, packer = made(geometry, rope, dtype, "sm_90a")
+    shape = geometry.shape
+    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, dtype)
+    table = torch.tensor([[1]], dtype=torch.int32)
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 0
+    x[0, 60, 1, 3] = bad
+    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+    assert packer.status.item() == 4

@@ -1,0 +1,47 @@
+"""Bins of a codebook, in which packing finds codes: `Bins` of cuda/pack_codebook.cuh.
+
+A normalized number a falls into bin round(last * clip(a * factor + offset, 0, 1)). A bin's byte is 4 times the edges
+that lie below all numbers that can fall into it, rounding considered; comparisons with the next edges, at most `most`
+of them, find the code. There is one edge a bin unless edges are closer than the 255th part of their range, which
+signposts of up to four bits are not if they differ: they are whole multiples of 1 / 127, with four bits 1 / 63.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WIDTHS = (3, 4)  # bits of the codes that are found so
+ROOM = 256  # bins
+BYTES = 16 + ROOM  # `Bins::TABLE_BYTES`
+ROUNDING = 2.0**-23  # more than the device's product is off, of numbers up to 1
+
+
+def table(edges: Tensor) -> Tensor:
+    """uint8 [BYTES] on the device of the edges, float32 ascending: factor, offset, last bin, most edges of a bin; bins.
+
+    128 bins are enough for most codebooks, and lanes never wait for each other then.
+    """
+    found = edges.detach().cpu().numpy().astype(np.float32)
+    best = min((_table(found, last) for last in (ROOM // 2 - 1, ROOM - 1)), key=lambda each: each[0])
+    return torch.from_numpy(best[1]).to(edges.device)
+
+
+def _table(edges: np.ndarray, last: int) -> tuple[int, np.ndarray]:
+    """Most edges of a bin, and the table with bins 0 to `last`: the outermost edges end the outermost bins."""
+    low, high = float(edges[0]), float(edges[-1])
+    factor, offset = np.float32(0.0), np.float32(0.5)  # where there is one edge, or all are equal
+    if high > low and np.isfinite(np.float32((last - 1) / (high - low) / last)):
+        factor = np.float32((last - 1) / (high - low) / last)
+        offset = np.float32(0.5 / last - low * float(factor))
+    ends = (np.arange(last + 1)[:, None] + [-0.5, 0.5]) / last + [-ROUNDING, ROUNDING]
+    if factor > 0:
+        ends = (ends - float(offset)) / float(factor)
+        ends[0, 0], ends[last, 1] = -np.inf, np.inf
+    else:
+        ends[:] = -np.inf, np.inf
+    below = np.searchsorted(edges.astype(np.float64), ends, side="left")
+    most = int((below[:, 1] - below[:, 0]).max())
+    bins = np.zeros(ROOM, np.uint8)
+    bins[: last + 1] = 4 * below[:, 0]
+    head = np.array([factor, offset], np.float32).tobytes() + np.array([last, most], np.int32).tobytes()
+    return most, np.frombuffer(head + bins.tobytes(), np.uint8).copy()
