@@ -1,14 +1,15 @@
 """New tokens per second in equal memory: the largest batch that fits beside the weights, compressed caches and fp16.
 
-    python -m benchmarks.throughput --out throughput.json [--memory 80e9] [--shapes 161+338 4096+512] [--compile]
+    python -m benchmarks.throughput --out throughput.json [--model llama2-7b] [--memory 80e9] [--shapes 161+338 ...]
 
-Llama-2-7B's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the geometry's bytes
-of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch then allocated.
-A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step. A prompt is a pass
-of the model with attention in full precision; what is packed then are numbers like a cache's, because a random model's
-keys are not (`benchmarks.decode_attention`). Short prompts share passes, as in the engine; `prompt` is a pass over the
-number of its prompts, and `total` the batch's new tokens over the time of its prompts and steps. Microseconds and
-tokens per second; ratios are to fp16.
+A real architecture's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the
+geometry's bytes of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch
+then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step.
+`loop_us` is the engine's own loop instead, of 64 steps from there on: pages taken, graph replayed, tokens chosen on the
+host. A prompt is a pass of the model with attention in full precision; what is packed then are numbers like a cache's,
+because a random model's keys are not (`benchmarks.decode_attention`). Short prompts share passes, as in the engine;
+`prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the time of its prompts and
+steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, numbers
-from benchmarks.decode_model import bundle_of, dense, fill, fresh_peak, median_us, model_of
+from benchmarks.decode_model import MODELS, bundle_of, dense, fill, fresh_peak, loop, median_us, model_of
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -47,6 +48,7 @@ class Row:
     bytes_each: int
     peak_bytes: int
     step_us: float
+    loop_us: float
     prompt_us: float
     decode: float
     total: float
@@ -72,8 +74,8 @@ def together(m: int, b: int) -> int:
     return max(1, min(TOGETHER, PADDED // m, b))
 
 
-def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
-    """Batch, bytes of a sequence, peak bytes, microseconds of a step and of a prompt."""
+def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, float, float, float]:
+    """Batch, bytes of a sequence, peak bytes, microseconds of a step, of the engine's (here the same) and a prompt."""
     found = fingerprint(decoder.model)
     each = 2 * found.l * (m + n) * found.h_kv * found.d * 2
     row = dense(decoder, "", free // each, m + n // 2, 0.3)
@@ -88,10 +90,10 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
         cache.length = 0
         cache.append(tokens)
 
-    return free // each, each, row.peak_bytes + longer, row.step_us, median_of(prompt) / some
+    return free // each, each, row.peak_bytes + longer, row.step_us, row.loop_us, median_of(prompt) / some
 
 
-def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float]:
+def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float, float]:
     """As `fp16`, for a compressed cache."""
     bundle = bundle_of(decoder, name)
     each = bundle.geometry.cache_bytes(m + n, 2, m)
@@ -105,13 +107,14 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     step.run([1] * b, kv.lengths)  # the newest token again: no page fills
     us = median_us(step.graph, 0.3)
     assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
-    kv.check()
     peak = torch.cuda.max_memory_allocated()
+    loop_us = loop(steps, b)
+    kv.check()
     for i in range(b):
         kv.release(i)
 
     some = together(m, b)
-    return b, each, peak, us, median_of(prompt_of(decoder, kv, m, some)) / some
+    return b, each, peak, us, loop_us, median_of(prompt_of(decoder, kv, m, some)) / some
 
 
 def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[], None]:
@@ -143,6 +146,7 @@ def main() -> None:
     """Measures all shapes and formats; writes the JSON after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True)
+    parser.add_argument("--model", default="llama2-7b", choices=list(MODELS))
     parser.add_argument("--memory", type=float, default=80e9, help="bytes, weights included (default: %(default).0f)")
     parser.add_argument("--room", type=float, default=2e9, help="bytes for work space (default: %(default).0f)")
     parser.add_argument("--shapes", nargs="+", default=["161+338", "4096+512"], help="prompt + new tokens")
@@ -151,26 +155,27 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     args = parser.parse_args()
     require_gpu()
-    decoder = model_of("llama2-7b", args.layers, 1 << 20, args.compile)
+    decoder = model_of(args.model, args.layers, 1 << 20, args.compile)
     weights = fresh_peak()
     run = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers,
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": args.model, "layers": args.layers,
         "compiled": args.compile, "memory": args.memory, "weight_bytes": weights,
     }  # fmt: skip
     free, rows = int(args.memory - args.room) - weights, list[Row]()
     for shape in args.shapes:
         m, n = (int(x) for x in shape.split("+"))
         for name in ("fp16", *args.formats):
-            b, each, peak, step, prompt = (
+            b, each, peak, step, engine, prompt = (
                 fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free)
             )
-            row = Row(shape, name, b, each, peak, step, prompt, b / step * 1e6, b * n / (b * prompt + n * step) * 1e6)
+            total = b * n / (b * prompt + n * step) * 1e6
+            row = Row(shape, name, b, each, peak, step, engine, prompt, b / step * 1e6, total)
             first = next((r for r in rows if r.shape == shape), row)
             row.batch_ratio = b / first.batch
             row.decode_ratio, row.total_ratio = row.decode / first.decode, row.total / first.total
             rows.append(row)
             print(
-                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {step:.0f} us, "
+                f"{shape} {name}: batch {b} ({row.batch_ratio:.2f}x), step {step:.0f} us, loop {engine:.0f} us, "
                 f"{row.decode:.0f} tokens/s ({row.decode_ratio:.2f}x), prompt {prompt:.0f} us, with prompts "
                 f"{row.total:.0f} ({row.total_ratio:.2f}x), peak {peak * 1e-9:.1f} GB",
                 file=sys.stderr,
@@ -184,12 +189,23 @@ def main() -> None:
 def show(rows: list[Row]) -> None:
     """Prints the table."""
     table = Table(title="equal memory")
-    for title in ("shape", "cache", "batch", "ratio", "step us", "tokens/s", "ratio", "with prompts", "ratio"):
+    for title in (
+        "shape",
+        "cache",
+        "batch",
+        "ratio",
+        "step us",
+        "loop us",
+        "tokens/s",
+        "ratio",
+        "with prompts",
+        "ratio",
+    ):
         table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
     for r in rows:
         table.add_row(
-            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", f"{r.step_us:.0f}", f"{r.decode:.0f}",
-            f"{r.decode_ratio:.2f}", f"{r.total:.0f}", f"{r.total_ratio:.2f}",
+            r.shape, r.cache, str(r.batch), f"{r.batch_ratio:.2f}", f"{r.step_us:.0f}", f"{r.loop_us:.0f}",
+            f"{r.decode:.0f}", f"{r.decode_ratio:.2f}", f"{r.total:.0f}", f"{r.total_ratio:.2f}",
         )  # fmt: skip
     Console(width=120).print(table)
 

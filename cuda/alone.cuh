@@ -1,4 +1,5 @@
-// Attention of many sequences whose pages go by bytes: a warp takes whole sequences of a kv head, or parts of them, and nobody waits for it.
+// Attention of many sequences: a warp takes whole sequences of a kv head, or parts of them, and nobody waits for it. Pages go by bytes, or by tiles, of which
+// a unit is one.
 //
 // The line of units (cuda/line.cuh) has all sequences of a head, then those of the next head. A block takes an equal stretch of it, its warps take equal parts of what
 // the block has of a head, one after the other. So tables of a head's scales are made once for many sequences, and a sequence's beginning and end cost one
@@ -6,26 +7,26 @@
 #pragma once
 
 #include "bytes.cuh"
-#include "exact.cuh"
-#include "keys.cuh"
-#include "values.cuh"
+#include "tiles.cuh"
 
 namespace signpost {
 
 template <typename C>
 struct Alone {
     using L = Layout<C>;
-    using V = typename C::Value;
     using Model = typename C::Model;
     static constexpr int D = L::D, ROWS = L::ROWS, WARPS = L::WARPS;
-    // What things cost, in exact tiles of 16 tokens: a page, and beginning and ending a sequence.
-    static constexpr int PAGE = 4, ENDS = 3;
+    // What things cost, in exact tiles of 16 tokens: a unit, and beginning and ending a sequence.
+    static constexpr int UNIT = L::BYTES ? 4 : 2, ENDS = L::BYTES ? 3 : 5;
 
     Place<C>& at;
+    Query<C>& query;
     Softmax<C>& softmax;
     Keys<C>& keys;
     Values<C>& values;
+    Outliers<C>& outliers;
     Exact<C>& exact;
+    TilePages<C>& tiles;
     typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
 
     // Where a warp is on a head's part of the line, of which it has what lies from `first` to before `last`.
@@ -38,14 +39,11 @@ struct Alone {
     using ParkedWalk = Parked<Walk, Walk::OWN>;
     using ParkedTask = Parked<Task>;
     static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
-    static_assert(L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
+    static_assert(!L::EXACT_LATE || L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        byte_pages.prepare();
-        const float* const books = at.codebooks();
-        byte_pages.take_codebooks(books, books + 256);
-        __syncthreads();
+        prepare();
         await_predecessor();
         const AttendParams& params = at.params;
         const long long all = measure();  // a head's part of the line
@@ -58,6 +56,20 @@ struct Alone {
     }
     __device__ __forceinline__ long long begin(long long all, int block) const { return all * at.params.h_kv * block / gridDim.x; }
 
+    // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
+    __device__ __forceinline__ void prepare() {
+        if constexpr (L::BYTES) byte_pages.prepare();
+        const float* const books = at.codebooks();
+        if constexpr (L::BYTES) {
+            byte_pages.take_codebooks(books, books + 256);
+        } else {
+            keys.prepare(books);
+            values.prepare(books + 256);
+            outliers.prepare();
+        }
+        __syncthreads();
+    }
+
     // What is made of a head's scales. All threads.
     __device__ __forceinline__ void tables() {
         keys.fetch();
@@ -66,7 +78,8 @@ struct Alone {
         keys.load();
         values.load();
         __syncthreads();
-        byte_pages.keys.fold();
+        if constexpr (L::BYTES) byte_pages.keys.fold();
+        else keys.fold();
         __syncthreads();
     }
 
@@ -75,7 +88,7 @@ struct Alone {
     // Of a sequence of so many tokens.
     __device__ __forceinline__ int weight(int tokens) const {
         const int units = L::units(tokens - at.params.m);
-        return PAGE * units + (max(tokens - units * L::T, 0) + TILE - 1) / TILE + ENDS;
+        return UNIT * units + (max(tokens - units * L::T, 0) + TILE - 1) / TILE + ENDS;
     }
     __device__ __forceinline__ int number(const int* of, int chunk) const { return 32 * chunk + at.lane < at.params.b ? of[32 * chunk + at.lane] : 0; }
     __device__ __forceinline__ int weight(int chunk, int length) const { return 32 * chunk + at.lane < at.params.b ? weight(length) : 0; }
@@ -139,7 +152,7 @@ struct Alone {
     }
     __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + at.warp * L::PARKED_BYTES; }
     // The first unit of the sequence at hand that begins at x or behind it.
-    __device__ __forceinline__ int unit(long long x) const { return static_cast<int>(min(max((x + PAGE - 1) / PAGE, 0ll), static_cast<long long>(at.units()))); }
+    __device__ __forceinline__ int unit(long long x) const { return static_cast<int>(min(max((x + UNIT - 1) / UNIT, 0ll), static_cast<long long>(at.units()))); }
 
     // ---- a sequence ----
 
@@ -159,15 +172,8 @@ struct Alone {
             store(worker() + pair());
             return;
         }
-        auto feed = byte_pages.feed(at.from, at.to);
-        __syncwarp();  // nobody reads what lies there any more
-        feed.begin();
-        put_query();
-        if (at.ends) exact.ask(exact_from(), at.lane, 32);
-        feed.start();
-        ParkedTask there(at, parked() + ParkedWalk::BYTES);
-        byte_pages.run(feed, softmax);
-        there.take(at);
+        if constexpr (L::BYTES) go_by_bytes();
+        else go_by_tiles();
         if constexpr (L::APART) {
             store(worker() + pair());
             if (at.ends) {
@@ -180,8 +186,34 @@ struct Alone {
             store(worker() + pair());
         }
     }
+    __device__ __forceinline__ void go_by_bytes() {
+        auto feed = byte_pages.feed(at.from, at.to);
+        __syncwarp();  // nobody reads what lies there any more
+        feed.begin();
+        put_query();
+        if (at.ends) exact.ask(exact_from(), at.lane, 32);
+        feed.start();
+        ParkedTask there(at, parked() + ParkedWalk::BYTES);
+        byte_pages.run(feed, softmax);
+        there.take(at);
+    }
+    __device__ __forceinline__ void go_by_tiles() {
+        typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
+        __syncwarp();  // as above
+        flow.start();
+        put_query();
+        if (at.ends) exact.ask(exact_from(), at.lane, 32);
+        keys.factors.reset();
+        values.factors.reset();
+        query.load();
+        ParkedTask there(at, parked() + ParkedWalk::BYTES);
+        tiles.pages(flow);
+        there.take(at);
+        if (at.ends) tiles.exact_keys();
+        values.restore();
+    }
     __device__ __forceinline__ int places() const { return (static_cast<int>(gridDim.x) + at.params.h_kv) * WARPS; }
-    __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + at.units() * L::T; }
+    __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + max(at.key_units, at.value_units) * L::T; }
 
     // The query of the sequence and head to shared memory, scaled. The warp meets.
     __device__ __forceinline__ void put_query() const {
@@ -191,13 +223,18 @@ struct Alone {
             const int which = blockIdx.y * ROWS + row;
             const Model* from = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + which / params.g * params.q_token + (at.head * params.g + which % params.g) * params.q_head;
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = which < params.g * params.m ? to_float(from[32 * i + at.lane]) * params.scale : 0.f;
+            for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = which < params.g * params.m ? Query<C>::bounded(to_float(from[32 * i + at.lane]) * params.scale) : 0.f;
         }
         __syncwarp();
     }
 
-    // All tokens that are exact.
+    // All tokens whose values are exact.
     __device__ __forceinline__ void exact_rest() {
+        tiles.exact_values();
+        if constexpr (L::EXACT_LATE) put_exact_operand();
+        exact.tokens(exact_from(), 0, 1);
+    }
+    __device__ __forceinline__ void put_exact_operand() const {
         __half* const operand = at.halves(at.exact_operand());
         __syncwarp();
         for (int i = at.lane; i < L::QUERY_WORDS / 4; i += 32) reinterpret_cast<uint4*>(operand)[i] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no row
@@ -211,30 +248,11 @@ struct Alone {
             }
         }
         __syncwarp();
-        exact.tokens(exact_from(), 0, 1);
     }
 
     // Writes the warp's result to `slot` of the partial results.
     __device__ __forceinline__ void store(int slot) {
-        float* const to = at.params.partial + (static_cast<long long>(blockIdx.y) * (places() + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float sum = softmax.sum[0][e], zeros = softmax.zeros[0][e];
-#pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) {
-                sum += __shfl_xor_sync(~0u, sum, mask);
-                if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros += __shfl_xor_sync(~0u, zeros, mask);
-            }
-            const int row = 2 * at.c + e;
-            if (row >= ROWS) continue;
-            float* const of_row = to + row * (D + 2);
-#pragma unroll
-            for (int u = 0; u < L::SHARE; ++u) {
-#pragma unroll
-                for (int upper = 0; upper < 2; ++upper) of_row[16 * u + 8 * upper + at.r] = softmax.out[u][0][2 * upper + e] + zeros;
-            }
-            if (at.r == 0) of_row[D] = softmax.maximum[0][e], of_row[D + 1] = sum;
-        }
+        softmax.store_own(at.params.partial + (static_cast<long long>(blockIdx.y) * (places() + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2)));
     }
 };
 

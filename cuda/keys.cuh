@@ -145,7 +145,7 @@ struct Keys {
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) score[n][e] += at.floats(L::SHIFT)[8 * n + 2 * at.c + e % 2];
+                for (int e = 0; e < 4; ++e) score[n][e] += at.shifts()[8 * n + 2 * at.c + e % 2];
             }
         }
     }
@@ -319,7 +319,7 @@ struct Keys {
                 for (int e = 0; e < 2; ++e) {
                     float& x = score[n][2 * half + e];
                     x *= scale;
-                    if (K::ZERO >= 0 && at.part == 0) x += zero * at.floats(L::QUERY_SUM)[8 * n + 2 * at.c + e];
+                    if (K::ZERO >= 0 && at.part == 0) x += zero * at.query_sums()[8 * n + 2 * at.c + e];
                 }
             }
         }

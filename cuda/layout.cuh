@@ -33,6 +33,8 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
+    // Whether a warp makes of a query alone what pages need of it.
+    static constexpr bool ALONE = PARTS == 1 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
@@ -56,7 +58,8 @@ struct Layout {
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
     // From one unit of a group to its next: all groups are at the same place of memory, which is faster, but for factors, whose segments
     // are then looked up least often.
-    static constexpr int HOP = K::RANK || V::RANK ? 1 : GROUPS;
+    static constexpr int SHARERS = ALONE ? 1 : GROUPS;  // of a stretch of units
+    static constexpr int HOP = K::RANK || V::RANK ? 1 : SHARERS;
     static_assert(K::T % T == 0 && V::T % T == 0 && T % TILE == 0, "pages are multiples of the unit");
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.
@@ -66,6 +69,8 @@ struct Layout {
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
     static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
+    static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
+    static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there
     // Where scales need not touch the numbers.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
     // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it; so are codes and outliers that are scaled apart.
@@ -94,7 +99,7 @@ struct Layout {
 
     // Shared memory, bytes from its start.
     static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
-    static constexpr int QUERY_BUFFERS = BYTES ? 0 : ROPE ? 2 * GROUPS : 1;
+    static constexpr int QUERY_BUFFERS = BYTES ? 0 : ROPE ? 2 * GROUPS : ALONE ? WARPS : 1;
     static constexpr int KEY_BITS = K::BITS ? K::BITS : 1, VALUE_BITS = V::BITS ? V::BITS : 1;
     static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && Table<KEY_BITS>::BYTES_ALIGNED && Table<VALUE_BITS>::BYTES_ALIGNED;
     static constexpr int KEY_TABLE_BYTES = K::BITS ? Table<KEY_BITS>::COPIES_BYTES << Table<KEY_BITS>::INDEX_BITS : 0;
@@ -110,17 +115,17 @@ struct Layout {
     using ValueTiles = typename CodeWords<(V::BANDED > 0), VALUE_RAW, ValueWords>::template Of<N>;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES, QUERY_BYTES = ROWS * D * 4;  // f32 [ROWS][D], of each warp if they are alone
     static constexpr int PAGED_QUERY = QUERY + QUERY_BYTES * (ALONE ? WARPS : 1);                    // f32 [ROWS][D]
-    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? QUERY_BYTES : 0);                // f16; of warps alone it lies where pages were
-    static constexpr int PAGED_OPERAND = EXACT_OPERAND + (ALONE ? 0 : QUERY_WORDS * 4);              // f16 [buffers]
+    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? QUERY_BYTES : 0);                // f16, likewise
+    static constexpr int PAGED_OPERAND = EXACT_OPERAND + (EXACT_LATE ? 0 : QUERY_WORDS * 4 * (ALONE ? WARPS : 1));  // f16 [buffers]
     // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores.
     static constexpr int SKETCH_ROWS = (ROWS + 1) / 2;  // operands
     static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][SKETCH / 32][32][8]
     static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_ROWS * K::SKETCH * 8;
     static constexpr int SKETCH_FACTORS = OUTLIER_OPERAND + SKETCH_ROWS * K::OUTLIER_SKETCH * 8;  // f32 [COLUMNS][2], also of outliers
     static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? COLUMNS * 8 : 0);
-    static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean
-    static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4;                            // f32 [COLUMNS]
-    static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 + 15) / 16 * 16;                       // f32 [D], also zero; where a
+    static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean, of each warp if they are alone, like the sum
+    static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4 * (ALONE ? WARPS : 1);                      // f32 [COLUMNS]
+    static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 * (ALONE ? WARPS : 1) + 15) / 16 * 16;  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
     // Of folded channels with outliers: f32 [STEPS][32] one over KEY_SCALE (keys.cuh: in_index_order), f16 [D] in channel_order what is left of scales.
     static constexpr int KEY_INVERSE = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);
@@ -187,8 +192,12 @@ struct Place : Task {
           part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
 
     // The query, and where it is as the operand that meets exact tokens.
-    __device__ __forceinline__ float* query() const { return floats(L::QUERY + (L::ALONE ? warp * L::QUERY_BYTES : 0)); }
-    __device__ __forceinline__ int exact_operand() const { return L::ALONE ? L::RING + warp * L::WARP_BYTES : L::EXACT_OPERAND; }
+    __device__ __forceinline__ float* query() const { return floats(L::QUERY + own(L::QUERY_BYTES)); }
+    __device__ __forceinline__ int exact_operand() const { return L::EXACT_LATE ? L::RING + warp * L::WARP_BYTES : L::EXACT_OPERAND + own(4 * L::QUERY_WORDS); }
+    // Of each column: what is added to its scores, and the sum of its query.
+    __device__ __forceinline__ float* shifts() const { return floats(L::SHIFT + own(4 * L::COLUMNS)); }
+    __device__ __forceinline__ float* query_sums() const { return floats(L::QUERY_SUM + own(4 * L::COLUMNS)); }
+    __device__ __forceinline__ int own(int bytes) const { return L::ALONE ? warp * bytes : 0; }  // where the warp's own part of what each has begins, if they are alone
 
     __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
     __device__ __forceinline__ unsigned* words(int offset) const { return reinterpret_cast<unsigned*>(shared + offset); }
@@ -253,7 +262,8 @@ struct Choice {
     template <typename Shape>
     static constexpr bool fits() {
         using L = Limits<Shape>;
-        if constexpr (W > 0 && N == 0) {
+        if constexpr (Shape::ALONE && !L::ALONE) return false;
+        else if constexpr (W > 0 && N == 0) {
             if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
             else return Layout<Sized<Shape, W, U, P, N>>::fits(L::SHARED);
         } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
@@ -291,9 +301,13 @@ using AllChoices = List<
     Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
     Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
-// Warps alone, whose pages go by bytes.
+// Warps alone, whose pages go by bytes or by tiles.
 using AloneChoices = List<Choice<12, 64, 1, 0>, Choice<11, 64, 1, 0>, Choice<10, 64, 1, 0>, Choice<9, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>,
-                          Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>>;
+                          Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>,
+                          Choice<16, 16, 4, 1>, Choice<16, 16, 2, 2>, Choice<12, 16, 4, 1>, Choice<12, 16, 2, 2>, Choice<10, 16, 4, 1>, Choice<12, 16, 2, 1>,
+                          Choice<8, 16, 4, 1>, Choice<8, 16, 2, 2>, Choice<8, 16, 2, 1>, Choice<7, 16, 4, 1>, Choice<7, 16, 2, 1>, Choice<6, 16, 4, 1>, Choice<6, 16, 2, 1>,
+                          Choice<5, 16, 4, 1>, Choice<5, 16, 2, 1>, Choice<12, 16, 1, 4>, Choice<8, 16, 1, 4>, Choice<8, 16, 1, 2>, Choice<7, 16, 1, 2>, Choice<6, 16, 1, 2>,
+                          Choice<5, 16, 1, 2>, Choice<4, 16, 4, 1>, Choice<4, 16, 2, 1>, Choice<4, 16, 1, 2>>;
 // For what fits none of them with any number of rows.
 using SmallChoices = List<Choice<2, 16, 1, 2>, Choice<2, 16, 1, 1>>;
 
@@ -314,7 +328,7 @@ constexpr int rows_that_fit() {
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
-// Warps are alone if the shape asks for it and pages go by bytes; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
+// Warps are alone if the shape asks for it and that fits; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
 template <typename Shape, bool ALONE = Shape::ALONE && AloneChoices::FITS<Fitted<Shape, Shape::ROWS, 1, true>>>
 struct Plan {
     static constexpr int BLOCKS = AllChoices::FITS<Fitted<Shape, Shape::ROWS, Shape::BLOCKS>> ? Shape::BLOCKS : 1;
@@ -333,6 +347,7 @@ struct Plan<Shape, true> {
     using Config = typename AloneChoices::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 
 }  // namespace signpost

@@ -49,39 +49,48 @@ struct Query {
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
             const int i = threadIdx.x + k * L::THREADS;
-            if (i < ROWS * D) at.floats(L::QUERY)[i] = to_float(fetched[k]) * at.params.scale;
+            if (i < ROWS * D) at.floats(L::QUERY)[i] = bounded(to_float(fetched[k]) * at.params.scale);
         }
     }
 
-    // What becomes of it. Ends with a barrier.
+    // Turned and scaled it is a half still: nobody asks then.
+    static __device__ __forceinline__ float bounded(float x) { return L::ROPE ? fminf(fmaxf(x, -MOST_TURNED), MOST_TURNED) : x; }
+    static constexpr float MOST_TURNED = 16384.f;
+
+    // Who makes the operands, of how many: the block, or a warp that is alone, which has so many buffers.
+    static constexpr int THREADS = L::ALONE ? 32 : L::THREADS, BUFFERS = L::ALONE ? L::QUERY_BUFFERS / L::WARPS : L::QUERY_BUFFERS;
+    __device__ __forceinline__ int thread() const { return L::ALONE ? at.lane : threadIdx.x; }
+
+    // What becomes of it. Ends with a barrier, of the warp if that is alone.
     __device__ __forceinline__ void load() {
         const AttendParams& params = at.params;
-        const float* q = at.floats(L::QUERY);
+        const float* q = at.query();
         const float* paged = q;
         if constexpr (K::ROTATE) paged = rotated(q);
         // Two channels of a row, for all its columns.
-        for (int i = threadIdx.x; i < L::PITCH * (D / 2); i += L::THREADS) {
+        for (int i = thread(); i < L::PITCH * (D / 2); i += THREADS) {
             const int row = i / (D / 2), ch = i % (D / 2) * 2;
             __half exact[2], of_pages[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const float x = row < ROWS ? paged[row * D + ch + e] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
-                exact[e] = to_half(row < ROWS ? q[row * D + ch + e] : 0.f);
+                if constexpr (!L::EXACT_LATE) exact[e] = to_half(row < ROWS ? q[row * D + ch + e] : 0.f);
                 of_pages[e] = to_half(L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch + e] : x);
             }
 #pragma unroll
             for (int n = row; n < COLUMNS; n += L::PITCH) {
-                at.words(L::EXACT_OPERAND)[(column_half(n) + exact_half(ch)) / 2] = as_bits(__halves2half2(exact[0], exact[1]));
+                if constexpr (!L::EXACT_LATE) at.words(at.exact_operand())[(column_half(n) + exact_half(ch)) / 2] = as_bits(__halves2half2(exact[0], exact[1]));
 #pragma unroll
-                for (int buffer = 0; buffer < L::QUERY_BUFFERS; ++buffer) {
-                    at.words(L::PAGED_OPERAND)[buffer * L::QUERY_WORDS + (column_half(n) + channel_half(ch)) / 2] = as_bits(__halves2half2(of_pages[0], of_pages[1]));
+                for (int i = 0; i < BUFFERS; ++i) {
+                    at.words(L::PAGED_OPERAND)[(at.own(BUFFERS) + i) * L::QUERY_WORDS + (column_half(n) + channel_half(ch)) / 2] = as_bits(__halves2half2(of_pages[0], of_pages[1]));
                 }
             }
         }
         if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
         if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, L::SKETCH_FACTORS, false);
         if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, true);
-        __syncthreads();
+        if constexpr (L::ALONE) __syncwarp();
+        else __syncthreads();
         if constexpr (L::KEEPS_QUERY && !L::ROPE) keep(0);
     }
 
@@ -122,7 +131,7 @@ struct Query {
 
     // What centred keys and zero points add to a row's scores: a warp a row.
     __device__ __forceinline__ void sums(const float* q, const float* paged) const {
-        for (int row = at.warp; row < L::PITCH; row += L::WARPS) {
+        for (int row = L::ALONE ? 0 : at.warp; row < L::PITCH; row += L::ALONE ? 1 : L::WARPS) {
             float shift = 0.f, all = 0.f;
             for (int k = at.lane; k < D && row < ROWS; k += 32) {
                 if constexpr (K::CENTER) shift += q[row * D + k] * at.params.key.mean[at.head * D + k];
@@ -135,8 +144,8 @@ struct Query {
                 all += __shfl_xor_sync(~0u, all, mask);
             }
             for (int n = row + at.lane * L::PITCH; n < COLUMNS; n += 32 * L::PITCH) {
-                at.floats(L::SHIFT)[n] = shift;
-                at.floats(L::QUERY_SUM)[n] = all;
+                at.shifts()[n] = shift;
+                at.query_sums()[n] = all;
             }
         }
     }
@@ -231,7 +240,7 @@ struct Query {
         }
     }
 
-    __device__ __forceinline__ int buffer(int turn) const { return L::ROPE ? at.group * 2 + turn % 2 : 0; }
+    __device__ __forceinline__ int buffer(int turn) const { return L::ROPE ? at.group * 2 + turn % 2 : at.own(1); }
     __device__ __forceinline__ const unsigned* paged(int turn) const { return at.words(L::PAGED_OPERAND) + buffer(turn) * L::QUERY_WORDS; }
 
     // Takes the operands of a turn into registers.
@@ -259,56 +268,67 @@ struct Query {
     }
 };
 
-// The query turned by each unit's first position: a thread of the group has one pair of channels of some phases and rows.
+// The query turned by each unit's first position: a thread of the group has two neighbouring pairs of channels of some phases and rows.
 template <typename C>
 struct PageAngles {
     using L = Layout<C>;
     using K = typename C::Key;
-    static constexpr int PAIRS = L::ROPE ? K::ROPE_DIM / 2 : 1, THREADS = 32 * L::TILES * L::PARTS;
-    static constexpr int MINE = (PAIRS + THREADS - 1) / THREADS;                       // pairs of a thread
-    static constexpr int SHARERS = THREADS > PAIRS ? THREADS / PAIRS : 1;              // threads of a pair
+    static constexpr int COUPLES = L::ROPE ? K::ROPE_DIM / 4 : 1, THREADS = 32 * L::TILES * L::PARTS;
+    static constexpr int MINE = (COUPLES + THREADS - 1) / THREADS;                     // couples of pairs of a thread
+    static constexpr int SHARERS = THREADS > COUPLES ? THREADS / COUPLES : 1;          // threads of a couple
     static constexpr int BY_PHASE = SHARERS >= 4 && L::PHASES >= 4 ? 4 : SHARERS >= 2 && L::PHASES >= 2 ? 2 : 1;
     static constexpr int BY_ROW = SHARERS / BY_PHASE;
 
     const Place<C>& at;
     const int thread, first_phase, first_row;
-    Angle angle[MINE];
+    Angle angle[MINE][2];
 
     __device__ __forceinline__ explicit PageAngles(const Place<C>& place)
         : at(place), thread((place.tile * L::PARTS + place.part) * 32 + place.lane), first_phase(thread % SHARERS % BY_PHASE), first_row(thread % SHARERS / BY_PHASE) {}
 
-    __device__ __forceinline__ int pair(int k) const { return thread / SHARERS + k * THREADS; }
-    __device__ __forceinline__ bool has(int k) const { return pair(k) < PAIRS && first_row < BY_ROW; }
+    __device__ __forceinline__ int couple(int k) const { return thread / SHARERS + k * THREADS; }
+    __device__ __forceinline__ bool has(int k) const { return couple(k) < COUPLES && first_row < BY_ROW; }
 
     // unit: the group's first one.
     __device__ __forceinline__ void start(int unit) {
         const long long first = static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit + first_phase * L::HOP) * L::T;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
-            if (has(k)) angle[k].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[pair(k)]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i]);
+            }
         }
     }
 
-    // The query of the next turn, into its buffer.
+    // The query of the next turn, into its buffer. Of a couple's four channels two and two are neighbours, in whichever layout.
     __device__ __forceinline__ void turn_query(int turn) {
         __half* const to = at.halves(L::PAGED_OPERAND) + (at.group * 2 + turn % 2) * L::QUERY_WORDS * 2;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
-            const float* const q = at.floats(K::ROTATE ? L::PAGED_QUERY : L::QUERY) + first_row * L::D;
-            const int x_at = Pairs<K>::first_of(pair(k)), y_at = Pairs<K>::second_of(pair(k));
-            __half *const x_to = to + Query<C>::channel_half(x_at), *const y_to = to + Query<C>::channel_half(y_at);
+            const int a_at = Pairs<K>::first_of(2 * couple(k)), b_at = K::INTERLEAVED ? a_at + 2 : Pairs<K>::second_of(2 * couple(k));
+            const float* const q = (K::ROTATE ? at.floats(L::PAGED_QUERY) : at.query()) + first_row * L::D;
+            unsigned *const a_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(a_at)), *const b_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(b_at));
 #pragma unroll
             for (int phase = 0; phase < L::PHASES; phase += BY_PHASE) {
-                const float cosine = angle[k].cosine * at.params.rope_scaling, sine = angle[k].sine * at.params.rope_scaling;
+                float cosine[2], sine[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    cosine[i] = angle[k][i].cosine * at.params.rope_scaling, sine[i] = angle[k][i].sine * at.params.rope_scaling;
+                    angle[k][i].next();
+                }
 #pragma unroll
                 for (int more = 0; more < L::ROWS; more += BY_ROW) {  // from first_row on
                     if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
-                    const float x = q[more * L::D + x_at], y = q[more * L::D + y_at];
-                    const int n = (L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more;
-                    x_to[Query<C>::column_half(n)] = to_half(x * cosine + y * sine), y_to[Query<C>::column_half(n)] = to_half(y * cosine - x * sine);
+                    const float2 a = *reinterpret_cast<const float2*>(q + more * L::D + a_at), b = *reinterpret_cast<const float2*>(q + more * L::D + b_at);
+                    const float x[2] = {a.x, K::INTERLEAVED ? b.x : a.y}, y[2] = {K::INTERLEAVED ? a.y : b.x, b.y};
+                    float u[2], v[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) u[i] = x[i] * cosine[i] + y[i] * sine[i], v[i] = y[i] * cosine[i] - x[i] * sine[i];
+                    const int n = Query<C>::column_half((L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more) / 2;
+                    a_to[n] = pack(u[0], K::INTERLEAVED ? v[0] : u[1]), b_to[n] = pack(K::INTERLEAVED ? u[1] : v[0], v[1]);
                 }
-                angle[k].next();
             }
         }
     }

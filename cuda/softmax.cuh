@@ -116,6 +116,63 @@ struct Softmax {
         for (int n = 0; n < NT; ++n) mma(out[u][n], a, b[n][0], b[n][1]);
     }
 
+    // ---- a warp's result, if it is alone ----
+
+    // All its phases added up, to f32 [ROWS][D + 2]. There is one block of columns.
+    __device__ __forceinline__ void store_own(float* to) {
+        constexpr int FIRST = L::PITCH > 2 ? L::PITCH / 2 : 1, LAST = L::PHASES > 1 ? 4 : 1;  // lanes whose columns have the same rows
+        float weights[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) {
+                sum[0][e] += __shfl_xor_sync(~0u, sum[0][e], mask);
+                if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros[0][e] += __shfl_xor_sync(~0u, zeros[0][e], mask);
+            }
+        }
+        if constexpr (L::PHASES > 1) {
+            float top[2] = {maximum[0][0], maximum[0][1]};
+            if constexpr (L::PITCH == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                for (int mask = FIRST; mask < LAST; mask *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], mask));
+                weights[e] = weight(maximum[0][e], top[e]);
+                maximum[0][e] = top[e], sum[0][e] *= weights[e];
+            }
+            add_phases(sum[0][0], sum[0][1]);
+        }
+        const int row = L::row_of(2 * at.c);
+        const bool mine = 2 * at.c < L::PITCH, first = mine && row < ROWS, second = mine && L::PITCH > 1 && row + 1 < ROWS;
+        float* const of_row = to + row * (D + 2);
+#pragma unroll
+        for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                float x = out[u][0][2 * upper] + zeros[0][0], y = out[u][0][2 * upper + 1] + zeros[0][1];
+                if constexpr (L::PHASES > 1) {
+                    x *= weights[0], y *= weights[1];
+                    add_phases(x, y);
+                }
+                const int channel = 16 * u + 8 * upper + at.r;
+                if (first) of_row[channel] = x;
+                if (second) of_row[D + 2 + channel] = y;
+            }
+        }
+        if (first && at.r == 0) of_row[D] = maximum[0][0], of_row[D + 1] = sum[0][0];
+        if (second && at.r == 0) of_row[2 * D + 2] = maximum[0][1], of_row[2 * D + 3] = sum[0][1];
+    }
+
+    // Adds up what the phases have of columns 2c and 2c + 1: who has those of the first one has all of it.
+    static __device__ __forceinline__ void add_phases(float& x, float& y) {
+        if constexpr (L::PITCH == 1) x += y;
+#pragma unroll
+        for (int mask = L::PITCH > 2 ? L::PITCH / 2 : 1; mask < 4; mask *= 2) {
+            x += __shfl_xor_sync(~0u, x, mask);
+            if constexpr (L::PITCH > 1) y += __shfl_xor_sync(~0u, y, mask);
+        }
+    }
+
     // ---- the block's result ----
 
     // Writes the result of all warps to `slot` of the partial results. The ring has to be idle.
@@ -215,12 +272,7 @@ struct Softmax {
 #pragma unroll
                 for (int upper = 0; upper < 2; ++upper) {
                     float x = weights[n][0] * out[u][n][2 * upper], y = weights[n][1] * out[u][n][2 * upper + 1];
-                    if constexpr (L::PITCH == 1) x += y;
-#pragma unroll
-                    for (int mask = L::PITCH > 2 ? L::PITCH / 2 : 1; mask < 4; mask *= 2) {
-                        x += __shfl_xor_sync(~0u, x, mask);
-                        if constexpr (L::PITCH > 1) y += __shfl_xor_sync(~0u, y, mask);
-                    }
+                    add_phases(x, y);
                     const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = 16 * at.step(u) + 8 * upper + at.r;
                     if (L::NT == 1 && column >= L::PITCH) continue;
                     if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x;

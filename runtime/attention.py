@@ -19,7 +19,17 @@ from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, TYPES, WRITE_THREADS, Sharing, attend_unit, fits_bytes, sharing, takes_bytes
+from runtime.units import (
+    MOST_ROWS,
+    TYPES,
+    WRITE_THREADS,
+    Sharing,
+    attend_unit,
+    fits_bytes,
+    sharing,
+    takes_alone,
+    takes_bytes,
+)
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -152,7 +162,8 @@ class PagedAttention:
     def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
         """How a batch of b sequences of at most so many tokens is dealt out, with so many query rows per kv head."""
         takes = self.by_bytes and takes_bytes(self.key, self.value, self.rotation.rope, rows)
-        return sharing(LayerFormat(self.key.format, self.value.format), takes, b, self.h_kv, tokens, self.grid)
+        alone = takes_alone(self.key.format, self.d, rows)
+        return sharing(LayerFormat(self.key.format, self.value.format), takes, alone, b, self.h_kv, tokens, self.grid)
 
     def unit(self, rows: int, how: Sharing) -> jit.Unit:
         """The kernels for so many query rows per kv head whose work is dealt out so."""
@@ -228,7 +239,9 @@ class Step:
         self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
-        self._pairs, self._d, self._stream = b * kernels.h_kv, kernels.d, lambda: kernels._stream(kernels.device)
+        self._d, self._stream = kernels.d, lambda: kernels._stream(kernels.device)
+        self._merge_blocks = -(-b * kernels.h_kv // module.integers["merge_pairs"])
+        self._merge_threads = module.integers["merge_threads"]
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
         self.params = _Attend(
@@ -279,7 +292,8 @@ class Step:
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
-        self._merge.launch((self._pairs, self._rows, 1), self._d, 0, params, self._stream(), overlap=True)
+        blocks = (self._merge_blocks, self._rows, 1)
+        self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
 
 
 def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:

@@ -27,6 +27,10 @@ SEVERAL, MANY = 2, 7  # sequences' kv heads a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
+# What a module of attention says of itself: see `attend_unit`.
+INTEGERS = (
+    "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "merge_threads", "merge_pairs",
+)  # fmt: skip
 
 
 def scale_kind(geometry: PageGeometry) -> str:
@@ -154,6 +158,12 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -
     return plain(key) and plain(value) and scaled and turned and by_token and alike and d <= 128 and rows <= 2
 
 
+def takes_alone(key: Format, d: int, rows: int) -> bool:
+    """Whether a warp can have sequences of its own (`Limits::ALONE` in cuda/layout.cuh, which decides, with the shared
+    memory there is): it makes of a query by itself what pages need of it. rows: query rows per kv head."""
+    return d <= 128 and rows <= 8 and not (key.rotate or key.sketch)
+
+
 class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
     work; alone: warps have sequences of their own (cuda/alone.cuh), in one block."""
@@ -165,24 +175,25 @@ class Sharing(NamedTuple):
 ONE_BLOCK = Sharing()
 
 
-def sharing(fmt: LayerFormat, takes: bool, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
+def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
     """How a batch is dealt out best.
 
-    takes: whether pages go by bytes; b: sequences; tokens: the most that one holds; processors: multiprocessors.
-    Measured (docs/kernels.md): warps are alone where a multiprocessor has many heads; else, if it has several, two
-    blocks share it, which then have fewer warps; with outliers or codes of many bits, which take so much shared memory
-    that few are left, only where sequences are short.
+    takes: whether pages go by bytes; alone: what `takes_alone` says; b: sequences; tokens: the most that one holds;
+    processors: multiprocessors.
+    Measured (docs/kernels.md): warps are alone where a multiprocessor has many heads, by tiles only if sequences are
+    short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or codes of many
+    bits, which take so much shared memory that few are left, only where sequences are short.
     """
     pairs = b * h_kv
-    if pairs >= MANY * processors and takes and b <= MOST_ALONE:
+    if pairs >= MANY * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
         return Sharing(1, True)
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     return Sharing(2 if pairs >= SEVERAL * processors and (not large or tokens <= SHORT) else 1)
 
 
-def sharings(takes: bool) -> list[Sharing]:
+def sharings(alone: bool) -> list[Sharing]:
     """All that `sharing` may say."""
-    return [ONE_BLOCK, Sharing(2), *[Sharing(1, True)][: int(takes)]]
+    return [ONE_BLOCK, Sharing(2), *[Sharing(1, True)][: int(alone)]]
 
 
 def attend_unit(
@@ -193,7 +204,8 @@ def attend_unit(
     dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
-    `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own).
+    `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). A block of
+    the merge has `merge_threads` threads and `merge_pairs` kv heads of sequences.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -211,23 +223,24 @@ struct Shape {{
 using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
 extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS, attend_workers = Plan::WORKERS;
+using Merging = signpost::Merge<Shape>;
+extern "C" __device__ int merge_threads = Merging::THREADS, merge_pairs = Merging::PAIRS;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     signpost::attend<Shape>(params, shared);
 }}
-extern "C" __global__ void __launch_bounds__({d})
+extern "C" __global__ void __launch_bounds__(Merging::THREADS)
 merge(const __grid_constant__ signpost::MergeParams params) {{
-    __shared__ __align__(16) float shared[signpost::Merge<Shape>::SHARED];
-    signpost::Merge<Shape>::run(params, shared);
+    __shared__ __align__(16) float shared[Merging::SHARED];
+    Merging::run(params, shared);
 }}
 extern "C" __global__ void __launch_bounds__({WRITE_THREADS})
 write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     signpost::Writer<Shape>::run(params);
 }}
 """
-    integers = ("attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers")
-    return Unit("attend", source, ("attend", "merge", "write_tokens"), integers)
+    return Unit("attend", source, ("attend", "merge", "write_tokens"), INTEGERS)
 
 
 def require_kernels(bundle: Bundle) -> None:
@@ -275,9 +288,10 @@ def units(
     for layer, (key, value) in enumerate(bundle.geometry.pairs):
         by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
         takes, formats = by_bytes and takes_bytes(key, value, model.rope, rows), LayerFormat(key.format, value.format)
-        ways = sharings(takes)
+        alone = takes_alone(key.format, key.shape.d, rows)
+        ways = sharings(alone)
         if batches is not None:
-            ways = sorted({sharing(formats, takes, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
+            ways = sorted({sharing(formats, takes, alone, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
         for dtype, how in product(dtypes, ways):
             found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, how)] = None
     return list(found)

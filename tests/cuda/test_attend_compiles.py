@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import LowRank, PageGeometry, Rope, Window
+from artifacts import LayerFormat, LowRank, PageGeometry, Rope, Window
 from runtime import attention, jit
 from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_bytes, units
+from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_alone, takes_bytes, units
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle
 
 ROPE = Rope(128, "half", 1.0, "default")
 RECIPES = {"kvquant-4": kvquant(4), "kvquant-2": kvquant(2), "kivi-2": kivi(2)}
+FACTORS = LayerFormat(*(replace(side, lowrank=LowRank(4, 2)) for side in (kivi(2).key, kivi(2).value)))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
 
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
-    formats = RECIPES[name]
+    formats = (RECIPES | {"factors-2": FACTORS})[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
 
@@ -89,32 +90,39 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["kvquant-2", "kvquant-4"])
+@pytest.mark.parametrize(
+    ("name", "rows", "arch"),
+    [
+        *((name, rows, "sm_90a") for name in (*RECIPES, "factors-2") for rows in (1, 4)),
+        *(("kvquant-2", rows, "sm_90a") for rows in (2, 8)),
+        *(("kvquant-4", rows, "sm_89") for rows in (1, 4)),
+    ],
+)
 def test_warps_alone(name: str, rows: int, arch: str) -> None:
     assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
 
 
-def test_who_takes_pages_by_bytes() -> None:
+def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:
     """What Python says of formats and dimensions is what the kernels do."""
-    said, source = [], '#include "bytes_layout.cuh"\n'
+    said, alone, source = [], [], '#include "layout.cuh"\n'
     for case in CASES:
         rows = min(16, case.h_q // case.h_kv)
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
         said.append(takes_bytes(key, value, case.rope, rows))
+        alone.append(takes_alone(key.format, case.d, rows))
         source += f"""namespace case{len(said)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
 struct Shape {{
     using Key = case{len(said)}::Key;
     using Value = case{len(said)}::Value;
-    static constexpr int D = {case.d}, ROWS = {rows};
+    static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
 }};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {str(said[-1]).lower()}, "{case}");
+static_assert(signpost::Limits<Shape>::ALONE == {str(alone[-1]).lower()}, "{case}");
 }}
 """
-    assert set(said) == {True, False}
+    assert set(said) == set(alone) == {True, False}
     source += 'extern "C" __global__ void nothing() {}\n'
     assert jit.compile_unit(jit.Unit("takes", source, ("nothing",), ()), "sm_90a")
 
@@ -148,7 +156,7 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
 
 def test_a_bundle_compiles_each_unit_once() -> None:
     found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
-    assert len(found) == len(set(found)) == 8  # two kinds of layers, two model types, one or two blocks
+    assert len(found) == len(set(found)) == 12  # two kinds of layers, two model types, three ways to deal work out
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5])
@@ -171,7 +179,7 @@ def test_what_is_compiled_ahead_is_what_is_loaded(stretch: float, monkeypatch) -
         kernels.module(1, kernels.sharing(1, b, tokens))
     assert kernels.by_bytes == (stretch == 1.0)
     assert set(loaded) <= set(units(bundle))
-    assert len(set(loaded)) == (3 if kernels.by_bytes else 2)
+    assert len(set(loaded)) == 3  # with warps alone, by bytes or by tiles
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from runtime.codec import Codec
 from runtime.pack import device_tables
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import MOST_ROWS, WRITE_THREADS, Sharing
+from runtime.units import INTEGERS, MOST_ROWS, WRITE_THREADS, Sharing, takes_alone
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle
 from tests.gpu import paged
 
@@ -56,7 +56,6 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
     ):
         assert before in source
         source = source.replace(before, after)
-    threads = "static_cast<int>(Shape::D)"
     path.write_text(
         ("#define SIGNPOST_RACES\n" if races else "")
         + f"#define __CUDA_ARCH__ {arch}\n"
@@ -66,7 +65,7 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
         'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
-        f"    emulator::launch([&] {{ merge(*params); }}, pairs, tiles, 1, {threads}, 1, 16384, 0xFF);\n}}\n"
+        "    emulator::launch([&] { merge(*params); }, pairs, tiles, 1, Merging::THREADS, 1, 16384, 0xFF);\n}\n"
         'extern "C" void run_write_tokens(int sequences, int tokens, const signpost::WriteParams* params) {\n'
         "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
@@ -101,7 +100,7 @@ class Module:
         structs = {"attend": _Attend, "merge": _Merge, "write_tokens": _Write}
         self.kernels = {name: Kernel(getattr(library, f"run_{name}"), struct) for name, struct in structs.items()}
         self.integers = {"attend_threads": 0, "attend_shared": library.attend_shared_bytes()}
-        for name in ("attend_blocks", "attend_rows", "attend_workers"):
+        for name in set(INTEGERS) - set(self.integers):
             self.integers[name] = ctypes.c_int.in_dll(library, name).value
 
     def kernel(self, name: str) -> Kernel:
@@ -230,6 +229,50 @@ def test_warps_alone(formats, g, monkeypatch):
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
     check(case(formats, 2 * g), [1, 66, 330, 130])
     check(case(formats, 2 * g, d=64), [3, 200, 64])
+
+
+GROUPS_OF_TOKENS = Dense(2, "token", 32)
+# Formats that do not go by bytes; windows and pages of both sides alike, and either side ahead.
+BY_TILES = {
+    "kivi": kivi(2),
+    "factors": LayerFormat(*(replace(side, lowrank=LowRank(4, 2)) for side in (kivi(2).key, kivi(2).value))),
+    "keys-behind": LayerFormat(
+        Format(64, Dense(4, "channel", 32), None, Window(1, 70)), Format(32, GROUPS_OF_TOKENS, None, Window(1, 5))
+    ),
+    "values-behind": LayerFormat(
+        Format(32, Dense(4, "channel", 32), None, Window(2)), Format(64, GROUPS_OF_TOKENS, None, Window(2, 90))
+    ),
+}
+
+
+BEFORE_ROPE = {"kvquant": kvquant(2), "crowded": with_outliers(0.09), "banded": BANDED}
+
+
+@pytest.mark.parametrize(
+    ("name", "g"),
+    [
+        *(("kivi", g) for g in (1, 2, 4, 8)),
+        *((name, g) for name in ("factors", "keys-behind", "values-behind") for g in (1, 4)),
+        *(("kvquant", g) for g in (3, 4, 8)),
+        ("crowded", 4),
+        ("banded", 4),
+    ],
+)
+def test_warps_alone_by_tiles(name, g, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    formats = (BY_TILES | BEFORE_ROPE)[name]
+    check(case(formats, 2 * g), [1, 66, 330, 130])
+    if g != 4:
+        check(case(formats, 2 * g, d=64), [3, 200, 64])
+
+
+ALONE = [given for given in CASES if takes_alone(given.key, given.d, given.h_q // given.h_kv)]
+
+
+@pytest.mark.parametrize("given", ALONE, ids=lambda given: given.name)
+def test_warps_alone_with_any_parts(given, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    check(given, [3, 330, 200])
 
 
 def test_warps_alone_with_several_new_tokens(monkeypatch):

@@ -69,15 +69,20 @@ def test_no_races_where_heads_are_weighed(monkeypatch):
     assert races(case(with_outliers(0.02), 2, d=64), WEIGHED, monkeypatch) == 0
 
 
-@pytest.mark.parametrize("formats", [with_outliers(0.02), kvquant(2), BANDED], ids=["outliers", "kvquant", "banded"])
-def test_no_races_of_warps_alone(formats, monkeypatch):
+@pytest.mark.parametrize(
+    ("formats", "g"),
+    [(with_outliers(0.02), 1), (kvquant(2), 1), (BANDED, 1), (kvquant(2), 4), (BANDED, 4), (kivi(2), 1), (kivi(2), 4)],
+    ids=["outliers", "kvquant", "banded", "kvquant-4", "banded-4", "kivi", "kivi-4"],
+)
+def test_no_races_of_warps_alone(formats, g, monkeypatch):
     monkeypatch.setattr(Watched, "how", Sharing(1, alone=True))
-    assert races(case(formats, 2), [300, 65, 1, 500], monkeypatch) == 0
+    assert races(case(formats, 2 * g), [300, 65, 1, 500], monkeypatch) == 0
 
 
 KERNEL = """
 struct Shape {{ static constexpr int D = 128; }};
 struct Plan {{ static constexpr int THREADS = 64, SHARED = 1024; }};
+struct Merging {{ static constexpr int THREADS = 128; }};
 inline void attend(const signpost::AttendParams& params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     int* numbers = reinterpret_cast<int*>(shared);

@@ -19,28 +19,31 @@ def plain_nuq(bits):
 
 
 @pytest.mark.parametrize(
-    ("formats", "takes", "pairs", "tokens", "said"),
+    ("formats", "takes", "alone", "pairs", "tokens", "said"),
     [
-        (PLAIN, False, SEVERAL * GRID - 1, 100, Sharing(1)),
-        (PLAIN, False, SEVERAL * GRID, 100000, Sharing(2)),
-        (PLAIN, False, MANY * GRID, 100000, Sharing(2)),
-        (kvquant(2), True, SEVERAL * GRID, SHORT, Sharing(2)),
-        (kvquant(2), True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
-        (kvquant(2), True, MANY * GRID - 1, SHORT + 1, Sharing(1)),
-        (kvquant(2), True, MANY * GRID, SHORT + 1, Sharing(1, alone=True)),
-        (kivi(4), False, MANY * GRID, SHORT, Sharing(2)),
-        (kivi(4), False, MANY * GRID, SHORT + 1, Sharing(1)),
-        (plain_nuq(3), True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
-        (plain_nuq(4), True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
+        (PLAIN, False, True, SEVERAL * GRID - 1, 100, Sharing(1)),
+        (PLAIN, False, True, SEVERAL * GRID, 100000, Sharing(2)),
+        (PLAIN, False, True, MANY * GRID - 1, SHORT, Sharing(2)),
+        (PLAIN, False, True, MANY * GRID, SHORT, Sharing(1, alone=True)),
+        (PLAIN, False, False, MANY * GRID, SHORT, Sharing(2)),
+        (PLAIN, False, True, MANY * GRID, SHORT + 1, Sharing(2)),
+        (kvquant(2), True, True, SEVERAL * GRID, SHORT, Sharing(2)),
+        (kvquant(2), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
+        (kvquant(2), True, True, MANY * GRID - 1, SHORT + 1, Sharing(1)),
+        (kvquant(2), True, True, MANY * GRID, SHORT + 1, Sharing(1, alone=True)),
+        (kivi(4), False, False, MANY * GRID, SHORT, Sharing(2)),
+        (kivi(4), False, True, MANY * GRID, SHORT + 1, Sharing(1)),
+        (plain_nuq(3), True, True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
+        (plain_nuq(4), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
     ],
 )
-def test_how_a_step_is_dealt_out(formats, takes, pairs, tokens, said):
-    assert sharing(formats, takes, pairs, 1, tokens, GRID) == said
-    assert said in sharings(takes)
+def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
+    assert sharing(formats, takes, alone, pairs, 1, tokens, GRID) == said
+    assert said in sharings(alone)
 
 
 def test_more_sequences_than_warps_alone_find():
-    assert sharing(PLAIN, True, MOST_ALONE, 8, 100, GRID) == Sharing(1, alone=True)
-    assert sharing(PLAIN, True, MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
+    assert sharing(PLAIN, False, True, MOST_ALONE, 8, 100, GRID) == Sharing(1, alone=True)
+    assert sharing(PLAIN, False, True, MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
     (chunks,) = re.findall(r"MOST_CHUNKS = (\d+)", (kernel_folder() / "layout.cuh").read_text())
     assert 32 * int(chunks) == MOST_ALONE

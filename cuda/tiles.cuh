@@ -1,0 +1,234 @@
+// Packed pages tile by tile: a team of warps goes through units of a head, several tiles a turn (cuda/layout.cuh says which).
+//
+// A turn: the keys of its tiles give scores (cuda/keys.cuh), all tiles' scores become probabilities together (cuda/softmax.cuh), and these
+// multiply the tiles' values (cuda/values.cuh). Outliers come from lists (cuda/outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
+// (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
+#pragma once
+
+#include "exact.cuh"
+#include "keys.cuh"
+#include "values.cuh"
+
+namespace signpost {
+
+template <typename C>
+struct TilePages {
+    using L = Layout<C>;
+    using K = typename C::Key;
+    using V = typename C::Value;
+    using KeyStage = typename L::KeyStage;
+    using ValueStage = typename L::ValueStage;
+    static constexpr int D = L::D, T = L::T, NT = L::NT, PHASES = L::PHASES, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
+
+    Place<C>& at;
+    Query<C>& query;
+    Softmax<C>& softmax;
+    Keys<C>& keys;
+    Values<C>& values;
+    Outliers<C>& outliers;
+    Exact<C>& exact;
+
+    // A stretch of units from ... to - 1 of one head, of which the warp takes `count` from `first` on, and their way to its ring. KP, VP say which
+    // sides are packed.
+    //
+    // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
+    // a turn's keys before its values, so while a batch is at work those of all others may be under way, but for the next one where there are
+    // outliers: its lists are asked for meanwhile.
+    template <bool KP, bool VP>
+    struct Flow {
+        static constexpr int B = L::BATCH;
+        const int each, first, count;
+        unsigned char* const ring;
+        Feed<L, K, KeyStage, B> keys;
+        Feed<L, V, ValueStage, B> values;
+
+        __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
+            : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
+              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
+              keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
+                   {first, first + count * HOP, at.tile, at.part, at.head, at.lane}),
+              values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
+                     {first, first + count * HOP, at.tile, at.part, at.head, at.lane}) {}
+
+        // Fills the ring, which is idle.
+        __device__ __forceinline__ void start() {
+            if (count <= 0) return;
+            for (int turn = 0; turn < L::TURNS; ++turn) {
+                for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+                for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+            }
+        }
+        __device__ __forceinline__ void feed_key(unsigned char* stage) {
+            if constexpr (KP) keys.copy(stage);
+            else copy_commit();
+        }
+        __device__ __forceinline__ void feed_value(unsigned char* stage) {
+            if constexpr (VP) values.copy(stage + KeyStage::BYTES);
+            else copy_commit();
+        }
+    };
+    template <bool KP, bool VP>
+    __device__ __forceinline__ void units(int from, int to) {
+        Flow<KP, VP> flow(at, from, to);
+        flow.start();
+        pages(flow);
+    }
+
+    // Units of packed values whose keys are exact still, and the other way round. Which side is ahead, window and page size of both say.
+    __device__ __forceinline__ void exact_keys() {
+        if constexpr (L::KEYS_BEHIND) units<false, true>(at.key_units, at.value_units);
+    }
+    __device__ __forceinline__ void exact_values() {
+        if constexpr (L::VALUES_BEHIND) units<true, false>(at.value_units, at.key_units);
+    }
+
+    // Goes through the units of a flow that has been started.
+    template <bool KP, bool VP>
+    __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
+        constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
+        constexpr int B = L::BATCH, N = PHASES / B, COPIES = 2 * L::TURNS * N;  // batches of a turn's side; of the ring
+        constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
+        const int first = flow.first, count = flow.count;
+        if (count <= 0) return;  // the warps of a group leave together
+        unsigned char* const ring = flow.ring;
+        PageAngles<C> angles(at);
+        if constexpr (L::ROPE && KP) {
+            angles.start(first);
+            at.meet();  // nobody reads the query of an earlier stretch of pages any more
+            angles.turn_query(0);
+            at.meet();
+        }
+        if constexpr (KEY_LISTS) {
+            arrived<COPIES - 1>();
+            ask_keys(ring, 0, count);
+        }
+        unsigned char* stages = ring;
+#pragma unroll 1
+        for (int done = 0, turn = 0; done < count; done += PHASES, ++turn) {
+            const int live = min(PHASES, count - done);
+            const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
+            unsigned char* const next = stages + PHASES * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + PHASES * L::STAGE_BYTES;
+            if (PHASES > 1 && live < PHASES) arrived<0>();  // the last turn: its groups are not counted
+            if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
+            float score[NT][4];
+            fill<L>(score, minus_infinity());
+#pragma unroll 1
+            for (int p = 0; p < live; p = rolled(p + B)) {
+                arrived<OTHERS>();
+                if constexpr (KEY_LISTS) keys.mend(stages + p * L::STAGE_BYTES, live - p);
+                if (KEY_LISTS && p + B < live) ask_keys(stages, p + B, live);
+                if (VALUE_LISTS && p + B >= live) ask_values(stages, 0, live);
+                float of_tiles[B][NT][4];
+                if constexpr (KP) {
+                    const unsigned char* tiles[B];
+#pragma unroll
+                    for (int i = 0; i < B; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES;
+                    keys.scores(tiles, turn, of_tiles);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), token + tile_at(i, p, live) * HOP * T, at.length, of_tiles[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
+                __syncwarp();
+                if constexpr (KEY_LISTS) outliers.clear();
+                flow.feed_key(stages + p * L::STAGE_BYTES);
+            }
+            if constexpr (KP) {
+                keys.add_zeros(turn, score);
+                if constexpr (L::ROPE) angles.turn_query(turn + 1);
+                if constexpr (L::PARTS > 1) leave_scores(turn, score);
+                if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
+                if constexpr (L::PARTS > 1) add_scores(turn, score);
+                keys.shift(score);
+            }
+            softmax.soften(score);
+            if constexpr (VP) {
+                if constexpr (L::VALUE_FOLDED) arrived<COPIES - N>();
+                values.take(stages + KeyStage::BYTES, live, score);
+            } else {
+                Softmax<C>::operands(score, values.scaled);
+            }
+#pragma unroll 1
+            for (int p = 0; p < live; p = rolled(p + B)) {
+                arrived<OTHERS>();
+                if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
+                if (VALUE_LISTS && p + B < live) ask_values(stages, p + B, live);
+                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - PHASES);
+                if constexpr (VP) {
+                    const unsigned char* tiles[B];
+#pragma unroll
+                    for (int i = 0; i < B; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES + KeyStage::BYTES;
+                    values.add(tiles, p);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < B; ++i) {
+                        unsigned b[NT][2];
+                        softmax.of_phase(values.scaled, p + i, b);
+                        exact.add_values(typename Exact<C>::template Vectors<false>(at), token + tile_at(i, p, live) * HOP * T, at.length, b);
+                    }
+                }
+                __syncwarp();
+                if constexpr (VALUE_LISTS) outliers.clear();
+                flow.feed_value(stages + p * L::STAGE_BYTES);
+            }
+            stages = next;
+        }
+        arrived<0>();
+        if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
+    }
+
+    template <int PENDING_GROUPS>
+    static __device__ __forceinline__ void arrived() {
+        copy_wait<PENDING_GROUPS>();
+        __syncwarp();
+    }
+
+    // The tile that a batch at phase p works on in its place i: the first one again where there is no other; that does no harm.
+    static __device__ __forceinline__ int tile_at(int i, int p, int live) { return i && p + i < live ? p + i : p; }
+
+    // Takes the columns of a phase, if it has a tile.
+    __device__ __forceinline__ void choose(const float (&of_tile)[NT][4], int phase, int live, float (&score)[NT][4]) const {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[n][e] = at.in_phase(e % 2, phase) && phase < live ? of_tile[n][e] : score[n][e];
+        }
+    }
+
+    // ---- scores of a team ----
+
+    // Where a warp leaves what its lanes have of column block n, for turns of one parity.
+    __device__ __forceinline__ float4* scores_of(int turn, int warp, int n) const {
+        return reinterpret_cast<float4*>(at.shared + L::EXCHANGE) + ((turn % 2 * L::WARPS + warp) * NT + n) * (8 * L::PAIRS_USED) + at.r * L::PAIRS_USED + at.c;
+    }
+    __device__ __forceinline__ void leave_scores(int turn, const float (&score)[NT][4]) const {
+        if (L::PAIRS_USED < 4 && at.c >= L::PAIRS_USED) return;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) *scores_of(turn, at.warp, n) = make_float4(score[n][0], score[n][1], score[n][2], score[n][3]);
+    }
+    // Always in the same order, so that all warps of the team have the same sums.
+    __device__ __forceinline__ void add_scores(int turn, float (&score)[NT][4]) const {
+        if (L::PAIRS_USED < 4 && at.c >= L::PAIRS_USED) return;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float4 sum = *scores_of(turn, at.team * L::PARTS, n);
+#pragma unroll
+            for (int part = 1; part < L::PARTS; ++part) {
+                const float4 x = *scores_of(turn, at.team * L::PARTS + part, n);
+                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+            }
+            score[n][0] = sum.x, score[n][1] = sum.y, score[n][2] = sum.z, score[n][3] = sum.w;
+        }
+    }
+
+    // Lists of the batch at phase p of a turn that has `live` tiles, from the turn's stages.
+    __device__ __forceinline__ void ask_keys(const unsigned char* stages, int p, int live) {
+        outliers.template ask<K>(at.params.key.records, stages + p * L::STAGE_BYTES + KeyStage::DIRECTORY, live - p);
+    }
+    __device__ __forceinline__ void ask_values(const unsigned char* stages, int p, int live) {
+        outliers.template ask<V>(at.params.value.records, stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, live - p);
+    }
+};
+
+}  // namespace signpost
