@@ -44,8 +44,8 @@ struct Alone {
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         prepare();
-        await_predecessor();
         const AttendParams& params = at.params;
+        if (!params.follows) await_predecessor();
         const long long all = measure();  // a head's part of the line
         const long long first = begin(all, blockIdx.x), last = begin(all, blockIdx.x + 1);
         for (at.head = static_cast<int>(first / all); at.head < params.h_kv && at.head * all < last; ++at.head) {
@@ -162,13 +162,9 @@ struct Alone {
 
     // Does the task at hand.
     __device__ __forceinline__ void sequence() {
-        if (at.lane == 0) {
-            int* const range = at.params.ranges + 2 * (at.sequence * at.params.h_kv + at.head);
-            if (at.begins) range[0] = worker();
-            if (at.ends) range[1] = worker();
-        }
         softmax.reset();
         if (at.from >= at.to && !at.ends) {
+            open_result();
             store(worker() + pair());
             return;
         }
@@ -186,6 +182,15 @@ struct Alone {
             store(worker() + pair());
         }
     }
+    // As in Attend.
+    __device__ __forceinline__ void open_result() const {
+        await_predecessor();
+        if (at.lane == 0) {
+            int* const range = at.params.ranges + 2 * (at.sequence * at.params.h_kv + at.head);
+            if (at.begins) range[0] = worker();
+            if (at.ends) range[1] = worker();
+        }
+    }
     __device__ __forceinline__ void go_by_bytes() {
         auto feed = byte_pages.feed(at.from, at.to);
         __syncwarp();  // nobody reads what lies there any more
@@ -196,6 +201,7 @@ struct Alone {
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         byte_pages.run(feed, softmax);
         there.take(at);
+        open_result();
     }
     __device__ __forceinline__ void go_by_tiles() {
         typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
@@ -209,6 +215,7 @@ struct Alone {
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         tiles.pages(flow);
         there.take(at);
+        open_result();
         if (at.ends) tiles.exact_keys();
         values.restore();
     }

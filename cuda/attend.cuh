@@ -39,8 +39,8 @@ struct Attend {
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         prepare();
-        await_predecessor();
         const AttendParams& params = at.params;
+        if (!params.follows) await_predecessor();
         // Of 32 sequences, one a lane.
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
         int length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
@@ -122,12 +122,9 @@ struct Attend {
 
     // Does the task at hand. An empty one leaves an empty result: the merge reads those of all blocks of its range.
     __device__ __forceinline__ void stretch() {
-        if (threadIdx.x == 0) {
-            if (at.begins) at.params.ranges[2 * pair()] = blockIdx.x;
-            if (at.ends) at.params.ranges[2 * pair() + 1] = blockIdx.x;
-        }
         if (at.from >= at.to && !at.ends) {  // nothing but what somebody else does
             softmax.reset();
+            open_result();
             if (at.final) release_successor();
             softmax.store(blockIdx.x + pair());
             return;
@@ -162,6 +159,7 @@ struct Attend {
             tiles.pages(flow);
             there.take(at);
         }
+        open_result();
         if (at.ends) tiles.exact_keys();
         values.restore();
         if constexpr (!L::APART) {
@@ -180,6 +178,15 @@ struct Attend {
         }
     }
     __device__ __forceinline__ int pair() const { return at.sequence * at.params.h_kv + at.head; }
+
+    // Before newest tokens are read and anything is written: the kernel before may have to do with both.
+    __device__ __forceinline__ void open_result() const {
+        await_predecessor();
+        if (threadIdx.x == 0) {
+            if (at.begins) at.params.ranges[2 * pair()] = blockIdx.x;
+            if (at.ends) at.params.ranges[2 * pair() + 1] = blockIdx.x;
+        }
+    }
 
     // What was fetched, to shared memory.
     __device__ __forceinline__ void load() {

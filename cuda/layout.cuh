@@ -34,7 +34,7 @@ struct Limits {
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Whether a warp makes of a query alone what pages need of it.
-    static constexpr bool ALONE = PARTS == 1 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH;
+    static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };

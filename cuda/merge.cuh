@@ -1,4 +1,5 @@
-// Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and query row, or a warp, where there are many of them with few results each.
+// Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and query row; where these are many, with few results each (warps were alone,
+// or blocks shared a multiprocessor), a block has several sequences of a head, and a warp one of them.
 #pragma once
 
 #include "layout.cuh"
@@ -21,22 +22,26 @@ struct Merge {
     using C = typename Plan<Shape>::Config;
     using L = Layout<C>;
     using V = typename C::Value;
-    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2, FEW = L::ALONE ? 2 : 16;
-    // Pairs of sequence and kv head that a block of THREADS has, and channels of a thread: two that are neighbours, and those THREADS_OF_PAIR times two farther.
-    static constexpr bool BY_WARPS = L::ALONE && !V::ROTATE;
-    static constexpr int THREADS_OF_PAIR = BY_WARPS ? 32 : D, THREADS = BY_WARPS ? 128 : D, PAIRS = THREADS / THREADS_OF_PAIR, CHANNELS = D / THREADS_OF_PAIR;
-    static_assert(!BY_WARPS || CHANNELS % 2 == 0, "results are read two numbers at a time");
+    static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
+    static constexpr bool SEVERAL = D <= 128 && (L::ALONE || Plan<Shape>::BLOCKS > 1);
+    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = SEVERAL ? 128 : D, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 4 * WARPS : WARPS;  // of a block
     // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = PIECES / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
-    static constexpr int SHARED = V::ROTATE ? (1 + PARTS) * D : 1;  // floats
+    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? SEQUENCES * (D + 2) : (1 + PARTS) * D;  // floats
 
-    // All threads of a block; shared: f32 [SHARED]. Rows are blocks of their own: blockIdx.y is tile * ROWS + row.
+    // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
-        const int thread = threadIdx.x % THREADS_OF_PAIR, pair = blockIdx.x * PAIRS + threadIdx.x / THREADS_OF_PAIR;
-        const int sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
-        if (row >= params.g * params.m || (PAIRS > 1 && pair >= params.b * params.h_kv)) return;
+        if constexpr (SEVERAL) run_several(params, shared);
+        else run_one(params, shared);
+    }
+
+    // ---- one sequence ----
+
+    static __device__ __forceinline__ void run_one(const MergeParams& params, float* shared) {
+        const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
+        if (row >= params.g * params.m) return;
         float4 matrix[AHEAD][EACH];
         if constexpr (V::ROTATE) {
 #pragma unroll
@@ -46,71 +51,41 @@ struct Merge {
         release_successor();
         const int first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
         const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
-        const int place = L::ALONE ? head * params.b + sequence : pair;  // in the order of the line
-        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + place) * (ROWS * STRIDE);
-        partial += static_cast<long long>(place) * (ROWS * STRIDE);
-        // Every warp weighs the blocks' results for itself, 32 at once, one a lane; a thread adds up its channels of all.
+        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
+        partial += static_cast<long long>(pair) * (ROWS * STRIDE);
+        // Every warp weighs the blocks' results for itself, 32 at once, one a lane; a thread adds up one channel of all.
         const int lane = threadIdx.x % 32;
         auto state = [&](int block) { return block <= last ? make_float2(partial[block * (ROWS * STRIDE) + D], partial[block * (ROWS * STRIDE) + D + 1]) : make_float2(minus_infinity(), 0.f); };
         float2 result = state(first + lane);  // (maximum, sum)
-        float few[FEW][CHANNELS];             // of the first blocks: asked for before what weighs them is known
+        float few[FEW];                       // of the first blocks: asked for before what weighs them is known
 #pragma unroll
-        for (int i = 0; i < FEW; ++i) read(partial + min(first + i, last) * (ROWS * STRIDE), thread, few[i]);
+        for (int i = 0; i < FEW; ++i) few[i] = partial[min(first + i, last) * (ROWS * STRIDE) + threadIdx.x];
         float top = fmaxf(result.x, L::APART ? apart[D] : minus_infinity());
         for (int block = first + 32 + lane; block <= last; block += 32) top = fmaxf(top, state(block).x);
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-        float x[CHANNELS] = {}, sum = 0.f;
+        float x = 0.f, sum = 0.f;
         for (int begin = first; begin <= last; begin += 32) {
             if (begin > first) result = state(begin + lane);
             const float weight = result.x == minus_infinity() ? 0.f : exp2_fast(result.x - top);
             sum += weight * result.y;
             if (begin == first) {
 #pragma unroll
-                for (int i = 0; i < FEW; ++i) add(__shfl_sync(~0u, weight, i), few[i], x);
+                for (int i = 0; i < FEW; ++i) x += __shfl_sync(~0u, weight, i) * few[i];
             }
 #pragma unroll 8
-            for (int i = begin == first ? FEW : 0; i < min(32, last - begin + 1); ++i) {
-                float more[CHANNELS];
-                read(partial + (begin + i) * (ROWS * STRIDE), thread, more);
-                add(__shfl_sync(~0u, weight, i), more, x);
-            }
+            for (int i = begin == first ? FEW : 0; i < min(32, last - begin + 1); ++i) x += __shfl_sync(~0u, weight, i) * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
         }
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
         if constexpr (L::APART) {
-            if constexpr (V::ROTATE) x[0] = rotated(shared, x[0], matrix, params, head);
-#pragma unroll
-            for (int i = 0; i < CHANNELS; ++i) {
-                if constexpr (V::CENTER) x[i] += sum * params.mean[head * D + channel(thread, i)];  // as often as it was taken off
-            }
+            x = restored(params, shared, x, sum, head, matrix);
             const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
-            float exact[CHANNELS];
-            read(apart, thread, exact);
-            add(weight, exact, x);
+            x += weight * apart[threadIdx.x];
             sum += weight * apart[D + 1];
         }
         const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
-#pragma unroll
-        for (int i = 0; i < CHANNELS; ++i) static_cast<typename C::Model*>(params.out)[at + channel(thread, i)] = from_float<typename C::Model>(x[i] / sum);
-    }
-
-    static __device__ __forceinline__ int channel(int thread, int i) { return CHANNELS == 1 ? thread : 2 * thread + i / 2 * (2 * THREADS_OF_PAIR) + i % 2; }
-    // A thread's channels of a result.
-    static __device__ __forceinline__ void read(const float* result, int thread, float (&x)[CHANNELS]) {
-        if constexpr (CHANNELS == 1) {
-            x[0] = result[thread];
-        } else {
-#pragma unroll
-            for (int i = 0; i < CHANNELS; i += 2) {
-                const float2 two = *reinterpret_cast<const float2*>(result + channel(thread, i));
-                x[i] = two.x, x[i + 1] = two.y;
-            }
-        }
-    }
-    static __device__ __forceinline__ void add(float weight, const float (&more)[CHANNELS], float (&x)[CHANNELS]) {
-#pragma unroll
-        for (int i = 0; i < CHANNELS; ++i) x[i] += weight * more[i];
+        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
     }
 
     // Of P inverted, the lane's pieces of step i's row.
@@ -121,31 +96,166 @@ struct Merge {
     }
     static __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 32 + i * ROWS_AT_ONCE + threadIdx.x % 32 / LANES; }
 
-    // Pages hold values times P: x times P inverted.
-    static __device__ float rotated(float* shared, float x, const float4 (&ahead)[AHEAD][EACH], const MergeParams& params, int head) {
-        shared[threadIdx.x] = x;
-        __syncthreads();
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
-        float4 sum4[EACH] = {};
+    // Pages hold (value - mean) P: times P inverted, plus the mean as often as was added.
+    static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head, const float4 (&ahead)[AHEAD][EACH]) {
+        if constexpr (V::ROTATE) {
+            shared[threadIdx.x] = x;
+            __syncthreads();
+            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
+            float4 sum4[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            float4 later[EACH];
-            if (i >= AHEAD) rows_of(params, head, i, later);
-            const float y = shared[row_of(i)];
+            for (int i = 0; i < STEPS; ++i) {
+                float4 later[EACH];
+                if (i >= AHEAD) rows_of(params, head, i, later);
+                const float y = shared[row_of(i)];
 #pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                const float4 p = i < AHEAD ? ahead[i][k] : later[k];
-                sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
+                for (int k = 0; k < EACH; ++k) {
+                    const float4 p = i < AHEAD ? ahead[i][k] : later[k];
+                    sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
+                }
+            }
+            float4* const parts = reinterpret_cast<float4*>(shared + D);
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
+            __syncthreads();
+            x = 0.f;
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) x += shared[(1 + i) * D + threadIdx.x];
+        }
+        if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
+        return x;
+    }
+
+    // ---- several sequences of a head, a warp one of them ----
+
+    static constexpr int CHANNELS = D / 32;  // of a lane: two that are neighbours, and two 64 behind them
+    static __device__ __forceinline__ int channel(int lane, int i) { return 2 * lane + i / 2 * 64 + i % 2; }
+    static __device__ __forceinline__ void read(const float* from, int lane, float (&x)[CHANNELS]) {
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i += 2) {
+            const float2 two = *reinterpret_cast<const float2*>(from + channel(lane, i));
+            x[i] = two.x, x[i + 1] = two.y;
+        }
+    }
+
+    // What the results of one (sequence, kv head) and row add up to.
+    struct Sum {
+        float x[CHANNELS], sum, top;  // top: the largest maximum, also of the exact part
+        const float* apart;           // the exact part's result
+    };
+
+    // In the order of the line.
+    static __device__ __forceinline__ int place_of(const MergeParams& params, int sequence, int head) { return L::ALONE ? head * params.b + sequence : sequence * params.h_kv + head; }
+
+    static __device__ __forceinline__ Sum gathered(const MergeParams& params, int sequence, int head, int row, int lane) {
+        const int pair = sequence * params.h_kv + head, first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
+        const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
+        const int place = place_of(params, sequence, head);
+        Sum all{{}, 0.f, minus_infinity(), partial + static_cast<long long>(params.grid + params.b * params.h_kv + place) * (ROWS * STRIDE)};
+        partial += static_cast<long long>(place) * (ROWS * STRIDE);
+        auto state = [&](int worker) { return worker <= last ? make_float2(partial[worker * (ROWS * STRIDE) + D], partial[worker * (ROWS * STRIDE) + D + 1]) : make_float2(minus_infinity(), 0.f); };
+        float2 result = state(first + lane);  // (maximum, sum)
+        float few[FEW][CHANNELS];             // of the first ones: asked for before what weighs them is known
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) read(partial + min(first + i, last) * (ROWS * STRIDE), lane, few[i]);
+        float top = fmaxf(result.x, L::APART ? all.apart[D] : minus_infinity());
+        for (int worker = first + 32 + lane; worker <= last; worker += 32) top = fmaxf(top, state(worker).x);
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+        all.top = top;
+        for (int begin = first; begin <= last; begin += 32) {
+            if (begin > first) result = state(begin + lane);
+            const float weight = result.x == minus_infinity() ? 0.f : exp2_fast(result.x - top);
+            all.sum += weight * result.y;
+            if (begin == first) {
+#pragma unroll
+                for (int i = 0; i < FEW; ++i) add(__shfl_sync(~0u, weight, i), few[i], all.x);
+            }
+            for (int i = begin == first ? FEW : 0; i < min(32, last - begin + 1); ++i) {
+                float more[CHANNELS];
+                read(partial + (begin + i) * (ROWS * STRIDE), lane, more);
+                add(__shfl_sync(~0u, weight, i), more, all.x);
             }
         }
-        float4* const parts = reinterpret_cast<float4*>(shared + D);
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
+        for (int mask = 16; mask; mask /= 2) all.sum += __shfl_xor_sync(~0u, all.sum, mask);
+        return all;
+    }
+    static __device__ __forceinline__ void add(float weight, const float (&more)[CHANNELS], float (&x)[CHANNELS]) {
+#pragma unroll
+        for (int i = 0; i < CHANNELS; ++i) x[i] += weight * more[i];
+    }
+
+    // Adds the exact part, and divides.
+    static __device__ __forceinline__ void put(const MergeParams& params, int sequence, int head, int row, int lane, Sum& all) {
+        if constexpr (L::APART) {
+            if constexpr (V::CENTER) {
+#pragma unroll
+                for (int i = 0; i < CHANNELS; ++i) all.x[i] += all.sum * params.mean[head * D + channel(lane, i)];
+            }
+            const float weight = all.apart[D] == minus_infinity() ? 0.f : exp2_fast(all.apart[D] - all.top);
+            float exact[CHANNELS];
+            read(all.apart, lane, exact);
+            add(weight, exact, all.x);
+            all.sum += weight * all.apart[D + 1];
+        }
+        typename C::Model* const to = static_cast<typename C::Model*>(params.out) + (sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head);
+#pragma unroll
+        for (int i = 0; i < CHANNELS; ++i) to[channel(lane, i)] = from_float<typename C::Model>(all.x[i] / all.sum);
+    }
+
+    static __device__ __forceinline__ void run_several(const MergeParams& params, float* shared) {
+        const int head = blockIdx.x % params.h_kv, first = blockIdx.x / params.h_kv * SEQUENCES, row = blockIdx.y;
+        const int count = min(SEQUENCES, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (row >= params.g * params.m) return;
+        await_predecessor();
+        release_successor();
+        if constexpr (!V::ROTATE) {
+            if (warp >= count) return;
+            Sum all = gathered(params, first + warp, head, row, lane);
+            put(params, first + warp, head, row, lane, all);
+        } else {
+            float2* const states = reinterpret_cast<float2*>(shared + SEQUENCES * D);  // (sum, top)
+#pragma unroll 1
+            for (int i = warp; i < SEQUENCES; i += WARPS) {
+                Sum all{};
+                if (i < count) all = gathered(params, first + i, head, row, lane);
+#pragma unroll
+                for (int k = 0; k < CHANNELS; ++k) shared[i * D + channel(lane, k)] = all.x[k];
+                if (lane == 0) states[i] = make_float2(all.sum, all.top);
+            }
+            __syncthreads();
+            turn_back(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0), shared);
+            const float* apart = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
+#pragma unroll 1
+            for (int i = warp; i < count; i += WARPS) {
+                Sum all{{}, states[i].x, states[i].y, apart + static_cast<long long>(params.grid + params.b * params.h_kv + place_of(params, first + i, head)) * (ROWS * STRIDE)};
+                read(shared + i * D, lane, all.x);
+                put(params, first + i, head, row, lane, all);
+            }
+        }
+    }
+
+    // All sequences' sums times P inverted, in their place; the matrix is read once. A thread has a column, of some of the sequences. All threads; ends with a
+    // barrier.
+    static __device__ __forceinline__ void turn_back(const float* matrix, float* shared) {
+        constexpr int SHARERS = THREADS / D, MINE = SEQUENCES / SHARERS;
+        const int column = threadIdx.x % D;
+        float4* const sums = reinterpret_cast<float4*>(shared) + threadIdx.x / D * (MINE * D / 4);
+        float y[MINE] = {};
+#pragma unroll 4
+        for (int k = 0; k < D; k += 4) {
+            const float p[4] = {matrix[k * D + column], matrix[(k + 1) * D + column], matrix[(k + 2) * D + column], matrix[(k + 3) * D + column]};
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                const float4 x = sums[i * (D / 4) + k / 4];
+                y[i] += x.x * p[0] + x.y * p[1] + (x.z * p[2] + x.w * p[3]);
+            }
+        }
         __syncthreads();
-        float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) sum += shared[(1 + i) * D + threadIdx.x];
-        return sum;
+        for (int i = 0; i < MINE; ++i) reinterpret_cast<float*>(sums)[i * D + column] = y[i];
+        __syncthreads();
     }
 };
 

@@ -37,6 +37,7 @@ struct AttendParams {
     float rope_scaling;
     float scale;  // of scores, times log2(e)
     int b, h_kv, g, m;
+    int follows;  // the kernel before wrote nothing but newest tokens, or added up partial results, and had awaited all that came before it
 };
 
 }  // namespace signpost

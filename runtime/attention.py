@@ -54,7 +54,7 @@ class _Attend(ctypes.Structure):
         ),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
-        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m")),
+        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows")),
     ]
 
 
@@ -240,7 +240,7 @@ class Step:
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._d, self._stream = kernels.d, lambda: kernels._stream(kernels.device)
-        self._merge_blocks = -(-b * kernels.h_kv // module.integers["merge_pairs"])
+        self._merge_blocks = kernels.h_kv * -(-b // module.integers["merge_sequences"])
         self._merge_threads = module.integers["merge_threads"]
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
@@ -273,14 +273,18 @@ class Step:
         b, _, m = self._new
         self._write.launch((b, m, 2), WRITE_THREADS, 0, params, self._stream(), overlap=True)
 
-    def run(self, q: Tensor, out: Tensor) -> None:
-        """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous."""
+    def run(self, q: Tensor, out: Tensor, follows: bool = False) -> None:
+        """Attention of q [b, h_q, m, d] over the cache into out [b, h_q, m, d]; both may be views, d contiguous.
+
+        follows: the newest launch on the stream is a step's own, this one's `write` or another's `run`, and what this
+        one reads but for `write`'s tokens was there before it. Then the kernel begins while that one still works.
+        """
         if self._debug and not torch.cuda.is_current_stream_capturing():
             key, value, lengths, _ = self._kept
             for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
                 check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()])
         params = self.params
-        params.q = q.data_ptr()
+        params.q, params.follows = q.data_ptr(), int(follows)
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
         self._attend.launch(
             (self._grid, self._tiles, 1), self._threads, self._shared, params, self._stream(), overlap=True

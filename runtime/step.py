@@ -50,7 +50,7 @@ class LayerStep:
         """
         step = self.plan(inputs, scaling)
         step.write(k.to(self.key.buffer.dtype), v.to(self.value.buffer.dtype))
-        step.run(q, out)
+        step.run(q, out, follows=True)
 
     def plan(self, inputs: StepInputs, scaling: float) -> Step:
         """The step's plan; made anew where memory has moved. Also loads kernels, so call it before a capture."""

@@ -29,7 +29,8 @@ MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
 # What a module of attention says of itself: see `attend_unit`.
 INTEGERS = (
-    "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "merge_threads", "merge_pairs",
+    "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers",
+    "merge_threads", "merge_sequences",
 )  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def attend_unit(
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
     `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). A block of
-    the merge has `merge_threads` threads and `merge_pairs` kv heads of sequences.
+    the merge has `merge_threads` threads and `merge_sequences` sequences of a kv head.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -224,7 +225,7 @@ using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
 extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS, attend_workers = Plan::WORKERS;
 using Merging = signpost::Merge<Shape>;
-extern "C" __device__ int merge_threads = Merging::THREADS, merge_pairs = Merging::PAIRS;
+extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
