@@ -424,4 +424,5 @@ class KVCache:
             raise
         finally:
             self.room.checks = True
+            self.room.forget_prompts()
         check_all(self._loaded_packers)

@@ -186,12 +186,16 @@ class Room:
         return most
 
     def prompt_rows(self, fmt: Format, sequences: Sequence[int], counts: Sequence[int]) -> PromptRows:
-        """Where prompts go; sides that fill their pages alike, of all layers of a pass, share it."""
+        """Where prompts go, until `forget_prompts`; sides that fill their pages alike, of all layers, share it."""
         asked = tuple(sequences), tuple(counts), self.b
         known = self._rows.get(filling(fmt))
         if known is None or known[0] != asked:
             known = self._rows[filling(fmt)] = asked, PromptRows.of(fmt, self.b, sequences, counts, self.device)
         return known[1]
+
+    def forget_prompts(self) -> None:
+        """Their pass is over."""
+        self._rows.clear()
 
     def inputs(self, lengths: list[int], offsets: list[int]) -> StepInputs:
         """Inputs of a device step of all sequences, set to these numbers; layers of one pass share them."""

@@ -1,6 +1,7 @@
 """What launches the GPU's kernels, with torch in their place: the cache of a GPU is the CPU's."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -74,8 +75,12 @@ def test_prompts_together_are_packed_as_each_for_itself(case, monkeypatch):
     one, other = (KVCache(case.bundle(), 3, 600) for _ in range(2))
     for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
         one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
-    other.layers[0].append_prompts(sequences, k, v, counts)
+    with other.checked_once():
+        other.layers[0].append_prompts(sequences, k, v, counts)
+        rows = weakref.ref(other.room.prompt_rows(case.key, sequences, counts))
+        assert rows() is not None
     assert_same(other.layers[0], one.layers[0])
+    assert rows() is None  # nothing is held for prompts that are through
 
 
 LOWRANK = [case for case in CASES if case.key.lowrank or case.value.lowrank]
