@@ -104,6 +104,8 @@ class PagedAttention:
 class Step:
     """A step that reads everything when it runs."""
 
+    newest: "Step | None" = None  # to have launched something
+
     def __init__(self, kernels, sides, lengths, offsets, m, scale):
         assert lengths.dtype == offsets.dtype == sides[0].table.dtype == torch.int32
         self.kernels, self.sides, self.lengths, self.offsets, self.m, self.scale = (
@@ -111,6 +113,7 @@ class Step:
         )  # fmt: skip
 
     def write(self, k: Tensor, v: Tensor) -> None:
+        Step.newest = self
         for i, n in enumerate(self.lengths.tolist()):
             for codec, side, x in zip(self.kernels.sides, self.sides, (k, v), strict=True):
                 assert x.dtype == side.window.dtype
@@ -121,7 +124,8 @@ class Step:
                     else:
                         side.window[i, behind % side.window.shape[1]] = new
 
-    def run(self, q: Tensor, out: Tensor) -> None:
+    def run(self, q: Tensor, out: Tensor, follows: bool = False) -> None:
+        assert not follows or Step.newest is self, "something else was launched behind `write`"
         for i, n in enumerate(self.lengths.tolist()):
             keys, values = (
                 self._tokens(codec, side, i, n).transpose(0, 1).numpy()
