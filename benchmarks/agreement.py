@@ -27,6 +27,7 @@ from runtime import Engine
 from runtime.exact import causal_attention
 from runtime.hf import AttendingCache, SignpostCache, load_causal_lm
 from runtime.hf_decoder import HFDecoder
+from runtime.hf_model import with_cache
 
 LENGTHS = (700, 37, 180)  # of prompts: many pages and less than one
 
@@ -50,7 +51,7 @@ def reference(options: argparse.Namespace) -> dict[str, Any]:
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out: Any = model.generate(
-            ids, past_key_values=SignpostCache(model, load(options.bundle)), max_new_tokens=options.new,
+            ids, **with_cache(model, SignpostCache(model, load(options.bundle))), max_new_tokens=options.new,
             min_new_tokens=options.new, do_sample=False, output_logits=True, return_dict_in_generate=True,
             attention_mask=torch.ones_like(ids),
         )  # fmt: skip
@@ -107,7 +108,7 @@ def half_changes(model: PreTrainedModel, tokens: list[int]) -> float:
     """The largest change of any logit when attention is computed in float16."""
     ids = torch.tensor([tokens]).cuda()
     exact, half = (
-        model(ids, past_key_values=Plain(model, dtype), use_cache=True).logits
+        model(ids, **with_cache(model, Plain(model, dtype)), use_cache=True).logits
         for dtype in (torch.float32, torch.float16)
     )
     return float((exact - half).abs().max())
@@ -161,7 +162,7 @@ def generate(model: PreTrainedModel, bundle: Any, rows: list[dict[str, Any]], ba
     ids = torch.tensor([[0] * (longest - len(row["prompt"])) + row["prompt"] for row in rows]).cuda()
     mask = torch.tensor([[0] * (longest - len(r["prompt"])) + [1] * len(r["prompt"]) for r in rows]).cuda()
     out: Any = model.generate(
-        ids, attention_mask=mask, past_key_values=SignpostCache(model, bundle, max_tokens=longest + new),
+        ids, attention_mask=mask, **with_cache(model, SignpostCache(model, bundle, max_tokens=longest + new)),
         max_new_tokens=new, min_new_tokens=new, do_sample=False,
     )  # fmt: skip
     return out[:, longest:].tolist()

@@ -42,7 +42,7 @@ from calib.forward import Head, blocks, hidden_states
 from runtime import Engine
 from runtime.hf import fingerprint, load_causal_lm
 from runtime.hf_decoder import HFDecoder
-from runtime.hf_model import rotary
+from runtime.hf_model import rotary, with_cache
 
 ROWS = [  # those of docs/quality.md with codes of 2 and 3 bits
     f"methods/{name}"
@@ -144,7 +144,7 @@ def greedy(model: PreTrainedModel, prompts: Tensor, new: int) -> tuple[Tensor, T
     cache, ids = DynamicCache(), prompts.to(model.device)
     tokens, gaps = [], []
     for _ in range(new):
-        best, order = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].topk(2)
+        best, order = model(ids, **with_cache(model, cache), use_cache=True, logits_to_keep=1).logits[:, -1].topk(2)
         ids = order[:, :1]
         tokens.append(ids)
         gaps.append(best[:, 0] - best[:, 1])

@@ -14,6 +14,7 @@ from artifacts import load
 from calib.config import TextConfig
 from calib.data import calibration_tokens
 from runtime.hf import SignpostCache, load_causal_lm
+from runtime.hf_model import with_cache
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
         }  # fmt: skip
         full = model.generate(ids[None], **arguments)
         cache = SignpostCache(model, bundle, max_tokens=total)
-        ours = model.generate(ids[None], past_key_values=cache, **arguments)
+        ours = model.generate(ids[None], **with_cache(model, cache), **arguments)
         same = (full.sequences == ours.sequences)[0, options.prompt_tokens :].long().cumprod(0).sum().item()
         gap = ""
         if same < options.new:

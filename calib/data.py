@@ -16,7 +16,7 @@ from calib.config import TextConfig
 from calib.forward import require_finite
 from calib.memory import within_memory
 from calib.progress import track
-from runtime.hf_model import text_config
+from runtime.hf_model import text_config, with_cache
 
 BATCH = 16  # samples generated at a time
 EVALUATION_SEED = 1_000_003  # how far evaluation's seed is from calibration's
@@ -145,7 +145,7 @@ def generate(
         # A cache of fixed size: the growing one is copied whole at every step, which doubles the time.
         cache = StaticCache(config=model.config, max_cache_len=seqlen)
         for _ in range(seqlen - 1):
-            logits = model(ids[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
+            logits = model(ids[-1], **with_cache(model, cache), use_cache=True).logits[:, -1].float()
             require_finite(logits, "the model's logits")
             ids.append(logits.softmax(-1).multinomial(1, generator=generator))
             report()

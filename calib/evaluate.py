@@ -26,6 +26,7 @@ from calib.progress import track
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.hf import AttendingCache, SignpostCache
+from runtime.hf_model import with_cache
 from runtime.rope import Rotation
 
 
@@ -224,7 +225,7 @@ def evaluate(
 
 def simulated_logits(model: PreTrainedModel, bundle: Bundle, ids: Tensor, window: bool = True) -> Tensor:
     """Logits [b, n, vocabulary] with the cache simulated inside one forward pass; `window` as in `SimulatedCache`."""
-    return model(ids, past_key_values=SimulatedCache(model, bundle, window), use_cache=True).logits
+    return model(ids, **with_cache(model, SimulatedCache(model, bundle, window)), use_cache=True).logits
 
 
 def cached_logits(
@@ -234,7 +235,7 @@ def cached_logits(
     cache = SignpostCache(model, bundle, max_tokens=ids.shape[1])
     steps = []
     for i in range(ids.shape[1]):
-        steps.append(model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits)
+        steps.append(model(ids[:, i : i + 1], **with_cache(model, cache), use_cache=True).logits)
         report()
     return torch.cat(steps, 1), cache
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from artifacts.errors import SignpostError
+from runtime.hf_model import with_cache
 
 ROWS = 512  # rows of logits that are held at a time
 
@@ -30,7 +31,8 @@ def require_finite(x: Tensor, what: str) -> None:
 
 def hidden_states(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None) -> Tensor:
     """What the head reads, [b, n, hidden], for ids int64 [b, n]; keys and values go through `cache` if there is one."""
-    return model.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+    base = model.base_model
+    return base(input_ids=ids, **with_cache(base, cache), use_cache=cache is not None).last_hidden_state
 
 
 class Head:

@@ -26,6 +26,7 @@ from calib.evaluate import SimulatedCache
 from runtime.codec import Codec
 from runtime.exact import causal_attention
 from runtime.hf import AttendingCache
+from runtime.hf_model import with_cache
 from runtime.rope import Rotation
 
 TOGETHER = 64  # texts that are read at once
@@ -140,7 +141,7 @@ def prompts(model: PreTrainedModel, texts: Sequence[Trial]) -> list[Prompts]:
         prompt = torch.stack([text.prompt for text in same]).to(model.device)
         answer = torch.stack([text.answer for text in same]).to(model.device)
         cache = _Recorder(model)
-        model(prompt[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(prompt[:, :-1], **with_cache(model, cache), use_cache=True, logits_to_keep=1)
         groups.append(Prompts(torch.cat([prompt[:, -1:], answer[:, :-1]], 1), answer, cache.kept))
     return groups
 
@@ -151,7 +152,7 @@ def score(model: PreTrainedModel, groups: Sequence[Prompts], bundle: Bundle | No
     codecs = None if bundle is None else SimulatedCache(model, bundle)
     hits = []
     for group in groups:
-        logits = model(group.tail, past_key_values=_Answering(model, codecs, group), use_cache=True).logits
+        logits = model(group.tail, **with_cache(model, _Answering(model, codecs, group)), use_cache=True).logits
         hits.append(logits.argmax(-1) == group.answer)
     whole = torch.cat([hit.all(1) for hit in hits])
     return Score(whole.double().mean().item(), torch.cat([hit.flatten() for hit in hits]).double().mean().item())

@@ -222,7 +222,7 @@ struct Alone {
     __device__ __forceinline__ int places() const { return (static_cast<int>(gridDim.x) + at.params.h_kv) * WARPS; }
     __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + max(at.key_units, at.value_units) * L::T; }
 
-    // The query of the sequence and head to shared memory, scaled. The warp meets.
+    // The query of the sequence and head to shared memory, scaled and bounded. The warp meets.
     __device__ __forceinline__ void put_query() const {
         const AttendParams& params = at.params;
 #pragma unroll

@@ -21,7 +21,6 @@ template <typename C>
 struct Attend {
     using L = Layout<C>;
     using K = typename C::Key;
-    using V = typename C::Value;
     static constexpr int T = L::T, GROUPS = L::GROUPS, HOP = L::HOP;
 
     Place<C>& at;

@@ -39,7 +39,7 @@ struct Limits {
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
-// C: Key, Value (sides.cuh), Model, D, ROWS, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
+// C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
 template <typename C>
 struct Layout {
     using K = typename C::Key;
@@ -152,8 +152,11 @@ struct Layout {
     static constexpr int STATE = RING;  // f32 [3][TEAMS][COLUMNS], between pages and outputs
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
-    // Whether it fits so many bytes, and the ring holds all states and a row of each team's output.
-    static constexpr bool fits(int bytes) { return SHARED <= bytes && WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4 && ROWS_AT_ONCE > 0; }
+    // Whether it fits so many bytes, and the ring holds all states and a row of each team's output; if warps are alone, a query and the codebooks.
+    static constexpr bool fits(int bytes) {
+        if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
+        return SHARED <= bytes && WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4 && ROWS_AT_ONCE > 0;
+    }
 
     // Phase and row of a column.
     static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }

@@ -18,7 +18,7 @@ struct TilePages {
     using V = typename C::Value;
     using KeyStage = typename L::KeyStage;
     using ValueStage = typename L::ValueStage;
-    static constexpr int D = L::D, T = L::T, NT = L::NT, PHASES = L::PHASES, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
+    static constexpr int T = L::T, NT = L::NT, PHASES = L::PHASES, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
 
     Place<C>& at;
     Query<C>& query;

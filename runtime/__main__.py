@@ -169,6 +169,7 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
     import torch
 
     from runtime.hf import SignpostCache, TextStreamer, load_causal_lm
+    from runtime.hf_model import with_cache
 
     model, tokenizer = load_causal_lm(options.model, options.dtype, options.device, sharded=_ranks() > 1)
     text = _standard_input() if options.prompt == "-" else options.prompt
@@ -189,8 +190,9 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
         sampling = {"do_sample": True, "temperature": options.temperature, "top_p": None, "top_k": 0}
     start = time.perf_counter()
     ids = cast(Any, model).generate(
-        **prompt, past_key_values=cache, max_new_tokens=options.max_new_tokens, pad_token_id=tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True) if _first() else None, **sampling,
+        **prompt, **with_cache(model, cache), **sampling, max_new_tokens=options.max_new_tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True) if _first() else None,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     new = ids.shape[1] - length

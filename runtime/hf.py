@@ -25,7 +25,16 @@ from artifacts import Bundle
 from artifacts.errors import SignpostError, UnsupportedModelError
 from runtime.cache import KVCache
 from runtime.hf_load import ModelLoadError, load_causal_lm
-from runtime.hf_model import fingerprint, kv_heads, share_of, sliding_windows, softcap_of, split_of, text_config
+from runtime.hf_model import (
+    CACHE_KEYWORDS,
+    fingerprint,
+    kv_heads,
+    share_of,
+    sliding_windows,
+    softcap_of,
+    split_of,
+    text_config,
+)
 from runtime.side import has_kernels
 from runtime.units import require_kernels
 
@@ -105,7 +114,7 @@ class AttendingCache(Cache):
         if _active.get() is not self:
             raise RuntimeError(
                 "this cache computes attention itself, and was passed around it: call the model that it was made for, "
-                "with the keyword past_key_values="
+                f"with the keyword {'= or '.join(CACHE_KEYWORDS)}="
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -319,8 +328,8 @@ class _Forward:
         update_wrapper(self, base.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        cache = cache if isinstance(cache, AttendingCache) else None
+        given = (kwargs.get(name) for name in CACHE_KEYWORDS)
+        cache = next((cache for cache in given if isinstance(cache, AttendingCache)), None)
         if cache is not None:
             cache.check(self.base)
         before = [config._attn_implementation for config in self.configs]

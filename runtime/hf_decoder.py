@@ -13,7 +13,7 @@ from artifacts import Bundle, Split
 from artifacts.errors import UnsupportedModelError
 from runtime.decoding import Attend
 from runtime.hf import AttendingCache
-from runtime.hf_model import share_of, tensor_mesh, text_config
+from runtime.hf_model import share_of, tensor_mesh, text_config, with_cache
 
 
 class _Relay(AttendingCache):
@@ -96,8 +96,8 @@ class HFDecoder:
         try:
             with stepping:
                 out = cast(Any, self.model)(
-                    input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True,
-                    logits_to_keep=kept,
+                    input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=kept,
+                    **with_cache(self.model, self._cache),
                 )  # fmt: skip
         finally:
             del self._cache.relay  # it holds on to a cache

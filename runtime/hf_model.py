@@ -1,14 +1,16 @@
 """What a transformers model is to us: fingerprint, rotations, its share of the heads, and whether we support it."""
 
 import hashlib
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache as cached
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -19,6 +21,7 @@ from artifacts.model import WHOLE, Split
 from runtime.rope import Rotation
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
+CACHE_KEYWORDS = ("cache", "past_key_values")  # of a pass, since transformers 5.24 and before
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")  # whose output holds the keys, as models call them
 
 # Configuration entries that change the model's mathematics and are the same under every version of transformers.
@@ -28,6 +31,16 @@ _HASHED = (
     "tie_word_embeddings", "rope_parameters", "query_pre_attn_scalar", "clip_qkv", "final_logit_softcapping",
     "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
+
+
+def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """`cache` as the keyword argument of a pass of `model`, or of its `generate()`: transformers 5.24 renamed it."""
+    return {_cache_keyword(type(model).forward): cache}
+
+
+@cached
+def _cache_keyword(forward: Callable[..., Any]) -> str:
+    return next(name for name in CACHE_KEYWORDS if name in inspect.signature(forward).parameters)
 
 
 def text_config(model: PreTrainedModel) -> Any:

@@ -14,6 +14,7 @@ from artifacts import Bundle, load
 from artifacts.errors import SignpostError, UnsupportedModelError
 from runtime.hf import SignpostCache
 from runtime.hf_load import model_path, resolve_device
+from runtime.hf_model import with_cache
 from runtime.lm_eval.scoring import Request, score
 
 _log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class SignpostLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         cache = SignpostCache(self.model, self.bundle)
-        return super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        return super()._model_generate(context, max_length, stop, **with_cache(self.model, cache), **generation_kwargs)
 
     def _loglikelihood_tokens(
         self,

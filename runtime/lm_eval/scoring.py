@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle
 from runtime.hf import SignpostCache
+from runtime.hf_model import with_cache
 
 NO_TARGET = -1
 
@@ -92,8 +93,8 @@ def _logits(
     seen = mask[:, : columns.stop]
     positions = (seen.cumsum(1) - 1).clamp_min(0)[:, columns]
     output = cast(Any, model)(
-        input_ids=tokens[:, columns], attention_mask=seen, position_ids=positions, past_key_values=cache,
-        use_cache=True, logits_to_keep=keep,
+        input_ids=tokens[:, columns], attention_mask=seen, position_ids=positions, use_cache=True,
+        logits_to_keep=keep, **with_cache(model, cache),
     )  # fmt: skip
     return output.logits
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import LayerFormat, LowRank, PageGeometry, Rope, Window
+from artifacts import Banded, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Window
 from runtime import attention, jit
 from runtime.codec import PagePool
 from runtime.rope import Rotation
@@ -18,6 +18,10 @@ from tests.formats import CASES, Case, kivi, kvquant, random_bundle
 
 ROPE = Rope(128, "half", 1.0, "default")
 RECIPES = {"kvquant-4": kvquant(4), "kvquant-2": kvquant(2), "kivi-2": kivi(2)}
+FEW_BITS = LayerFormat(
+    Format(64, banded=Banded(1.5), window=Window(1), domain="pre_rope"),
+    Format(64, banded=Banded(1.5), window=Window(1), rotate=Rotate("learned")),
+)
 FACTORS = LayerFormat(*(replace(side, lowrank=LowRank(4, 2)) for side in (kivi(2).key, kivi(2).value)))
 
 
@@ -32,7 +36,7 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
 
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
-    formats = (RECIPES | {"factors-2": FACTORS})[name]
+    formats = (RECIPES | {"factors-2": FACTORS, "few-bits": FEW_BITS})[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
 
@@ -96,9 +100,11 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
         *((name, rows, "sm_90a") for name in (*RECIPES, "factors-2") for rows in (1, 4)),
         *(("kvquant-2", rows, "sm_90a") for rows in (2, 8)),
         *(("kvquant-4", rows, "sm_89") for rows in (1, 4)),
+        ("few-bits", 8, "sm_89"),
     ],
 )
 def test_warps_alone(name: str, rows: int, arch: str) -> None:
+    """Or not, where a warp's ring would have no room for a query."""
     assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
 
 

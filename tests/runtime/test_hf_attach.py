@@ -178,7 +178,7 @@ def test_a_cache_belongs_to_one_model(model, other):
 
 def test_a_cache_passed_by_position_is_refused(model):
     cache = cache_for(model)
-    with pytest.raises(RuntimeError, match="with the keyword past_key_values="), torch.no_grad():
+    with pytest.raises(RuntimeError, match="with the keyword cache= or past_key_values="), torch.no_grad():
         model.base_model(ONE, None, None, cache)
 
 
