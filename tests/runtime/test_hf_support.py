@@ -1,5 +1,6 @@
 """Which models and calls are supported, what a bundle remembers of a model, and what is said to the rest."""
 
+import inspect
 import re
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from transformers.masking_utils import create_causal_mask
 from artifacts import BundleMismatchError, Rope, SignpostError
 from runtime.hf import SignpostCache, UnsupportedModelError, fingerprint
 from runtime.hf_decoder import HFDecoder
-from runtime.hf_model import rotary, rotary_by_layer
+from runtime.hf_model import CACHE_KEYWORDS, rotary, rotary_by_layer, with_cache
 from tests.formats import kivi, kvquant, random_bundle
 from tests.runtime.tiny_models import CONFIGS, FALCON, LLAMA3, LOCAL, MLA, SIZE, YARN, bundle_for, tiny
 
@@ -41,6 +42,16 @@ def run(model, ids, cache, **options):
 
 def cache_for(model, formats=None):
     return SignpostCache(model, bundle_for(model, formats or kvquant(3, t=32)))
+
+
+@torch.no_grad()
+def test_a_cache_under_either_name(model):
+    """transformers 5.24 calls it `cache`, and takes the old name too."""
+    known = inspect.signature(type(model).forward).parameters
+    names = [name for name in CACHE_KEYWORDS if name in known or "cache" in known]
+    assert list(with_cache(model, None)) == names[:1]
+    logits = [model(IDS, **{name: cache_for(model)}, use_cache=True).logits for name in names]
+    assert all(torch.equal(other, logits[0]) for other in logits)
 
 
 @pytest.mark.parametrize(
