@@ -190,17 +190,8 @@ def show(rows: list[Row]) -> None:
     """Prints the table."""
     table = Table(title="equal memory")
     for title in (
-        "shape",
-        "cache",
-        "batch",
-        "ratio",
-        "step us",
-        "loop us",
-        "tokens/s",
-        "ratio",
-        "with prompts",
-        "ratio",
-    ):
+        "shape", "cache", "batch", "ratio", "step us", "loop us", "tokens/s", "ratio", "with prompts", "ratio",
+    ):  # fmt: skip
         table.add_column(title, justify="left" if title in ("shape", "cache") else "right")
     for r in rows:
         table.add_row(

@@ -43,7 +43,7 @@ struct Alone {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        prepare();
+        prepare_tables(at, keys, values, outliers, byte_pages);
         const AttendParams& params = at.params;
         if (!params.follows) await_predecessor();
         const long long all = measure();  // a head's part of the line
@@ -55,20 +55,6 @@ struct Alone {
         }
     }
     __device__ __forceinline__ long long begin(long long all, int block) const { return all * at.params.h_kv * block / gridDim.x; }
-
-    // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (L::BYTES) byte_pages.prepare();
-        const float* const books = at.codebooks();
-        if constexpr (L::BYTES) {
-            byte_pages.take_codebooks(books, books + 256);
-        } else {
-            keys.prepare(books);
-            values.prepare(books + 256);
-            outliers.prepare();
-        }
-        __syncthreads();
-    }
 
     // What is made of a head's scales. All threads.
     __device__ __forceinline__ void tables() {

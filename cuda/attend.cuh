@@ -37,7 +37,7 @@ struct Attend {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        prepare();
+        prepare_tables(at, keys, values, outliers, byte_pages);
         const AttendParams& params = at.params;
         if (!params.follows) await_predecessor();
         // Of 32 sequences, one a lane.
@@ -81,20 +81,6 @@ struct Attend {
     using ParkedTask = Parked<Task>;
     static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
     __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + at.warp * L::PARKED_BYTES; }
-
-    // Tables of the bundle's numbers, which no earlier kernel wrote. Ends with a barrier.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (L::BYTES) byte_pages.prepare();
-        const float* const books = at.codebooks();
-        if constexpr (L::BYTES) {
-            byte_pages.take_codebooks(books, books + 256);
-        } else {
-            keys.prepare(books);
-            values.prepare(books + 256);
-            outliers.prepare();
-        }
-        __syncthreads();
-    }
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {

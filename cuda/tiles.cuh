@@ -11,6 +11,21 @@
 
 namespace signpost {
 
+// Tables of the bundle's numbers, which no earlier kernel wrote; byte_pages: what pages by bytes have instead. All threads; ends with a barrier.
+template <typename C, typename BytePages>
+__device__ __forceinline__ void prepare_tables(const Place<C>& at, Keys<C>& keys, Values<C>& values, Outliers<C>& outliers, BytePages& byte_pages) {
+    if constexpr (C::BYTES) byte_pages.prepare();
+    const float* const books = at.codebooks();
+    if constexpr (C::BYTES) {
+        byte_pages.take_codebooks(books, books + 256);
+    } else {
+        keys.prepare(books);
+        values.prepare(books + 256);
+        outliers.prepare();
+    }
+    __syncthreads();
+}
+
 template <typename C>
 struct TilePages {
     using L = Layout<C>;

@@ -45,7 +45,10 @@ def source(x: Tensor) -> Source:
             "of 16 bytes of neighbouring channels; make them contiguous"
         )
     if x.shape[2] > 1 and x.stride(2) * x.dtype.itemsize >= 1 << 32:
-        raise KernelError(f"numbers with strides {x.stride()}: a head's begin 4 GiB or more behind the last one's")
+        raise KernelError(
+            f"numbers with strides {x.stride()}: a head's begin 4 GiB or more behind the last one's; "
+            "make them contiguous"
+        )
     return Source(x.data_ptr(), *x.stride()[:3])
 
 

@@ -420,6 +420,18 @@ def test_bad_input_is_reported():
     assert packer.status.item() == 2
 
 
+def told(packer: Emulated, geometry: PageGeometry, dtype: torch.dtype, bad: float) -> list[int]:
+    """What is reported of a page of numbers, and of the same page with a bad one."""
+    shape, said = geometry.shape, []
+    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, dtype)
+    for value in (x[0, 60, 1, 3].item(), bad):
+        x[0, 60, 1, 3] = value
+        table = torch.tensor([[1]], dtype=torch.int32)
+        packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
+        said.append(packer.status.item())
+    return said
+
+
 @pytest.mark.parametrize("bad", [-torch.nan, torch.inf])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
@@ -432,14 +444,7 @@ def test_what_is_not_finite_is_told_among_outliers(bad, crowded):
     else:  # no bounds at all
         packer.tables["lower"].fill_(-torch.inf)
         packer.tables["upper"].fill_(torch.inf)
-    shape = geometry.shape
-    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, torch.float16)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 0
-    x[0, 60, 1, 3] = bad
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 4
+    assert told(packer, geometry, torch.float16, bad) == [0, 4]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
@@ -448,11 +453,4 @@ def test_what_is_not_finite_is_told_of_tokens(bad, dtype):
     """The search for a token's outliers meets it, where it goes by pairs."""
     _, geometry, rope = next(side for side in OUTLIERS if side[1].format.sparse.axis == "token")
     _, _, packer = made(geometry, rope, dtype, "sm_90a")
-    shape = geometry.shape
-    x = numbers("smooth", (1, 1 + shape.t, shape.h_kv, shape.d), 1, dtype)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 0
-    x[0, 60, 1, 3] = bad
-    packer.run(poisoned(geometry, 2), table, 1, 1, prompt=pack.source(x), prompt_first=0)
-    assert packer.status.item() == 4
+    assert told(packer, geometry, dtype, bad) == [0, 4]

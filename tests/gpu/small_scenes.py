@@ -3,6 +3,8 @@
 compute-sanitizer --tool racecheck python -m tests.gpu.small_scenes
 """
 
+from unittest.mock import patch
+
 import torch
 
 from runtime.attention import PagedAttention
@@ -17,10 +19,10 @@ ALONE = Sharing(1, alone=True)
 def main() -> None:
     """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone."""
     for how in (ONE_BLOCK, ALONE):
-        PagedAttention.sharing = lambda self, rows, b, tokens, how=how: how  # type: ignore[method-assign]
-        for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
-            scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
-            assert torch.isfinite(scene.run(scene.query())).all()
+        with patch.object(PagedAttention, "sharing", return_value=how):
+            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
+                scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
+                assert torch.isfinite(scene.run(scene.query())).all()
 
 
 if __name__ == "__main__":
