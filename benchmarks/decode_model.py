@@ -8,7 +8,7 @@ rotation. With --compile the model's layers are compiled around their attention,
 whole model: embedding, all layers with writing, attention and packing, logits. The baseline's attention is PyTorch's
 with the cuDNN backend over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight
 tokens before the named length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop
-instead, over 64 steps that fill one: pages taken, graph replayed, tokens chosen on the host.
+instead, over 64 steps that fill one: pages taken, graph replayed, tokens chosen, the next step queued meanwhile.
 
 A format `a+b+c` gives the layers these formats in turn. Its row then also has the mean of the times that a model of
 each takes alone, if they were measured before it at the same shape: that is what the mixture is expected to take.
@@ -30,13 +30,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from artifacts import Bundle, LayerFormat
 from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS, numbers, tables
-from runtime import KVCache, Sampling
-from runtime.decoding import DeviceSteps
+from runtime import KVCache
+from runtime.decoding import DeviceSteps, greedy
 from runtime.dense import DenseCache
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
 from runtime.hf_model import rotary
-from runtime.sampling import choose
 
 MODELS = {
     "llama2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
@@ -151,10 +150,10 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
     step = steps.steps[b]
     assert step.graph is not None
     kv.take_step(range(b))
-    step.run([1] * b, [n] * b)
+    step.run([(1, n)] * b)
     us = median_us(step.graph, seconds)
     assert torch.isfinite(step.logits).all(), f"{shape} {name}: logits have NaN"
-    loop_us = loop(steps, b)
+    loop_us = loop(decoder, steps, b)
     kv.check()
     geometry = bundle.geometry
     predicted = b * geometry.cache_bytes(most, 2, n - 1) + geometry.resident_bytes
@@ -194,15 +193,13 @@ def repeat(kv: KVCache, sequence: int) -> None:
         layer.lengths[sequence] = layer.lengths[0]
 
 
-def loop(steps: DeviceSteps, b: int) -> float:
-    """Microseconds a step of the engine's loop."""
-    tokens = dict.fromkeys(range(b), 1)
-    greedy, draws = [Sampling()] * b, [torch.Generator()] * b
-    for number in range(LOOP + 1):
-        if number == 1:
-            start = time.perf_counter()
-        chosen = choose(steps.run(tokens), greedy, draws)
-        tokens = dict(enumerate(chosen))
+def loop(decoder: HFDecoder, steps: DeviceSteps, b: int) -> float:
+    """Microseconds a step of the engine's loop: each is queued before the tokens of the one before are known."""
+    found = greedy(decoder, steps, dict.fromkeys(range(b), 1))
+    next(found)
+    start = time.perf_counter()
+    for _ in range(LOOP):
+        next(found)
     return (time.perf_counter() - start) / LOOP * 1e6
 
 

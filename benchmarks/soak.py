@@ -238,7 +238,8 @@ def alone(model: PreTrainedModel, bundle: Bundle, load: Load, wish: Wish) -> tup
     engine.run()
     if request.error is not None:
         raise request.error
-    return request.tokens, decoder.seen[-len(request.tokens) :]
+    first = -(-len(wish.prompt) // load.chunk) - 1  # passes of the prompt before its last
+    return request.tokens, decoder.seen[first : first + len(request.tokens)]
 
 
 def verdict(wish: Wish, tokens: list[int], expected: list[int], logits: Sequence[Tensor], bound: float) -> str:
@@ -267,7 +268,7 @@ def could_be(sampling: Sampling, logits: Tensor, at: int, token: int, expected: 
             torch.rand((), generator=generator, dtype=torch.float64)
     changes = torch.rand(TRIES, logits.numel(), generator=torch.Generator().manual_seed(at)) * 2 - 1
     sizes = bound * 0.5 ** (torch.arange(TRIES) % HALVINGS)
-    return token in choose(logits + sizes[:, None] * changes, [sampling] * TRIES, draws)
+    return token in choose(logits + sizes[:, None] * changes, [sampling] * TRIES, draws).tolist()
 
 
 def largest_change(model: PreTrainedModel, bundle: Bundle, texts: Sequence[tuple[Wish, list[int]]]) -> float:

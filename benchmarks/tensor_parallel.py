@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from benchmarks.decode_attention import FORMATS
-from benchmarks.decode_model import LOOP, MODELS, SHORT, bundle_of, fill
+from benchmarks.decode_model import LOOP, MODELS, SHORT, bundle_of, fill, loop
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -101,23 +100,13 @@ def measured(decoder: HFDecoder, name: str, b: int, n: int, count: int) -> Row:
         step = steps.steps[b]
         assert step.graph is not None
         kv.take_step(range(b))
-        step.run([1] * b, [n] * b)
+        step.run([(1, n)] * b)
         step_us = median_us(step.graph.replay, count)
         assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
         loop_us = loop(decoder, steps, b)
         kv.check()
     slowest = [max(times) for times in zip(*everyones((step_us, loop_us)), strict=True)]
     return Row(name, b, n, *slowest, *(everyones(size) for size in (held, predicted, weights)))
-
-
-def loop(decoder: HFDecoder, steps: DeviceSteps, b: int) -> float:
-    """Microseconds a step of the engine's loop, greedy."""
-    tokens = dict.fromkeys(range(b), 1)
-    for number in range(LOOP + 1):
-        if number == 1:
-            start = time.perf_counter()
-        tokens = dict(enumerate(decoder.agree(steps.run(tokens).argmax(-1).tolist())))
-    return (time.perf_counter() - start) / LOOP * 1e6
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf*` an
 from artifacts import Bundle, load
 from runtime.cache import CacheFullError, KVCache
 from runtime.codec import Codec, PagePool
-from runtime.engine import Engine, Generation, Prefix, RequestError
+from runtime.engine import Engine
+from runtime.requests import Generation, Prefix, RequestError
 from runtime.sampling import Sampling
 
 __all__ = [

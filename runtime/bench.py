@@ -4,7 +4,6 @@ Both run in the same engine: the same passes of the model, on the GPU both from 
 neither times nor bytes depend on what they say.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from rich.table import Table
 from artifacts import Bundle, CacheGeometry
 from artifacts.errors import SignpostError
 from runtime.cache import KVCache
-from runtime.decoding import Decoder, Prompt, steps_of
+from runtime.decoding import Decoder, Prompt, greedy, steps_of
 from runtime.dense import DenseCache
 
 
 @dataclass(frozen=True)
 class Measured:
     """One cache. Bytes of the cache; the most that torch allocated on the GPU, weights included (None on the CPU);
-    seconds until the whole batch has its first token; seconds a step of the batch, median."""
+    seconds until the whole batch has its first token; seconds a step of the batch, mean."""
 
     name: str
     batch: int
@@ -74,19 +73,15 @@ def _dense(decoder: Decoder, bundle: Bundle, tokens: torch.Tensor, new: int, tel
     first = time.perf_counter() - start
     tell(f"{name}: steps")
     if decoder.device.type == "cuda":
-        graph = cache.capture(n + new // 2)  # a captured step has one length: the mean one
-
-        def step() -> None:
-            graph.replay()
+        # A captured step has one length: the mean one.
+        seconds = _mean(cache.capture(n + new // 2).replay, new - 1, torch.cuda.synchronize)
     else:
-
-        def step() -> None:
-            cache.append(chosen[:, None])
+        seconds = _mean(lambda: cache.append(chosen[:, None]), new - 1)
 
     # A plain cache would drop what is behind a sliding window; this one keeps it, and must not make us look better.
     plain = CacheGeometry.of([None] * model.l, model.h_kv, model.d, model.sliding)
     held = b * plain.cache_bytes(n + new, decoder.dtype.itemsize)
-    return Measured(name, b, held, _peak(decoder), first, _median(step, new - 1))
+    return Measured(name, b, held, _peak(decoder), first, seconds)
 
 
 def _compressed(
@@ -102,14 +97,11 @@ def _compressed(
     for i, row in enumerate(tokens.tolist()):
         logits = Prompt(decoder, kv, i, row, None).advance()
         assert logits is not None
-        (chosen[i],) = decoder.agree([int(logits.argmax())])
+        (chosen[i],) = decoder.agree(logits.argmax(-1, keepdim=True)).tolist()
     first = time.perf_counter() - start
     tell(f"{bundle.recipe}: steps")
-
-    def step() -> None:
-        chosen.update(enumerate(decoder.agree(steps.run(chosen).argmax(-1).tolist())))
-
-    seconds = _median(step, new - 1)
+    found = greedy(decoder, steps, chosen)
+    seconds = _mean(lambda: next(found), new - 1)  # each waits for its tokens; one more may be queued in the end
     kv.check()
     return Measured(bundle.recipe, b, kv.nbytes, _peak(decoder), first, seconds)
 
@@ -126,16 +118,15 @@ def _peak(decoder: Decoder) -> int | None:
     return torch.cuda.max_memory_allocated() if decoder.device.type == "cuda" else None
 
 
-def _median(step: Callable[[], None], count: int) -> float:
-    """Median seconds of a step, the first not counted."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
+def _mean(step: Callable[[], object], count: int, wait: Callable[[], None] = lambda: None) -> float:
+    """Mean seconds of a step; the first is not counted if there are others. wait: for what steps have queued."""
+    for number in range(count):
+        if number < 2:
+            wait()
+            start = time.perf_counter()
         step()
-        wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:] or times)
+    wait()
+    return (time.perf_counter() - start) / max(1, count - 1)
 
 
 def table(rows: list[Measured], prompt: int, new: int, ranks: int = 1) -> Table:

@@ -4,7 +4,8 @@ A decoder is any callable that turns tokens into logits and hands each layer's a
 one of a transformers model. On the GPU a decode step is captured as a CUDA graph for each size of batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from artifacts import Bundle, Split
 from runtime.cache import KVCache
 from runtime.side import has_kernels
 from runtime.step import StepInputs
+from runtime.transfer import Arriving, to_device
 
 # layer, q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE, positions [b, m], scaling -> [b, m, h_q, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -47,8 +49,11 @@ class Decoder(Protocol):
     def ranks(self) -> int:
         """Processes that share the model and do all passes together; 1 where the model is whole."""
 
-    def agree(self, tokens: list[int]) -> list[int]:
-        """The tokens that all these processes go on with, each of which calls this with its own choice."""
+    def agree(self, tokens: Tensor) -> Tensor:
+        """The tokens that all these processes go on with, each of which calls this with its own choice, int64 [b].
+
+        Queued on PyTorch's current stream, never waits.
+        """
 
     def require(self, bundle: Bundle) -> None:
         """Raises BundleMismatchError for a bundle of another model."""
@@ -163,23 +168,30 @@ class HostSteps:
     """Decode steps on the CPU: the sequences that go on are the batch."""
 
     any_of_them = True  # some of the sequences may go on while others that hold tokens wait
+    ahead = 0  # steps worth queueing before the tokens of the first of them are known
 
     def __init__(self, decoder: Decoder, kv: KVCache):
         self.decoder, self.kv = decoder, kv
+        self._kept = torch.zeros(kv.b, dtype=torch.int64)
 
-    def run(self, tokens: dict[int, int]) -> Tensor:
+    def run(self, tokens: Mapping[int, int | None]) -> Tensor:
         """Appends a token to each of these sequences: logits [as many, vocabulary], in their order.
 
-        Raises CacheFullError before anything has changed.
+        tokens: by sequence; None: the one that was kept for it. Raises CacheFullError before anything has changed.
         """
         sequences = list(tokens)
+        given = [self._kept[i] if token is None else torch.tensor(token) for i, token in tokens.items()]
         positions = torch.tensor([[self.kv.lengths[i]] for i in sequences])
         self.kv.take_step(sequences)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
             return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, sequences)
 
-        return self.decoder.forward(torch.tensor([[t] for t in tokens.values()]), positions, attend)
+        return self.decoder.forward(torch.stack(given)[:, None], positions, attend)
+
+    def keep(self, sequences: list[int], tokens: Tensor) -> None:
+        """Keeps the tokens int64 [as many] that these sequences go on with."""
+        self._kept[sequences] = tokens
 
 
 class DeviceSteps:
@@ -194,6 +206,7 @@ class DeviceSteps:
     """
 
     any_of_them = False
+    ahead = 1
 
     def __init__(self, decoder: Decoder, kv: KVCache, sizes: Sequence[int], capture: bool = True):
         if any(kv.lengths):
@@ -203,27 +216,39 @@ class DeviceSteps:
                 "a captured step cannot follow a cache that grows: say the most that it holds (max_tokens=)"
             )
         self.decoder, self.kv, self.steps = decoder, kv, {}
+        self._kept = torch.zeros(kv.b, dtype=torch.int64, device=decoder.device)
+        self._rows: tuple[list[int], Tensor] = [], self._kept  # the last sequences, and where the device has them
         pool = torch.cuda.graph_pool_handle() if capture else None
         for b in sorted(sizes, reverse=True):  # the largest first: smaller ones find room in its memory
-            self.steps[b] = DeviceStep(decoder, kv, b, pool)
+            self.steps[b] = DeviceStep(decoder, kv, b, pool, self._kept[:b])
 
-    def run(self, tokens: dict[int, int]) -> Tensor:
-        """As `HostSteps.run`; the logits are overwritten by the next step."""
-        self.kv.take_step(list(tokens))
+    def run(self, tokens: Mapping[int, int | None]) -> Tensor:
+        """As `HostSteps.run`, but queued on PyTorch's current stream: never waits."""
+        sequences = list(tokens)
+        self.kv.take_step(sequences)
         step = self.steps[min(b for b in self.steps if b > max(tokens))]
-        lengths = self.kv.lengths
-        out = step.run(
-            [tokens.get(i, 0) for i in range(step.b)], [lengths[i] + 1 if i in tokens else 1 for i in range(step.b)]
-        )
-        self.kv.advance(list(tokens))
-        return out[list(tokens)]
+        lengths, given = self.kv.lengths, [(0, 1)] * step.b
+        for i, token in tokens.items():
+            given[i] = -1 if token is None else token, lengths[i] + 1
+        logits = step.run(given)
+        self.kv.advance(sequences)
+        return logits[self._places(sequences)]
+
+    def keep(self, sequences: list[int], tokens: Tensor) -> None:
+        """As `HostSteps.keep`. One that is none is kept as 0: its sequence ends when the host hears of it."""
+        self._kept[self._places(sequences)] = tokens.clamp_min(0)
+
+    def _places(self, sequences: list[int]) -> Tensor:
+        if self._rows[0] != sequences:
+            self._rows = sequences, to_device(sequences, torch.int64, self._kept.device)
+        return self._rows[1]
 
 
 class DeviceStep:
-    """The step of the first b sequences of a cache whose positions count from 0."""
+    """The step of the first b sequences of a cache whose positions count from 0. kept: tokens, int64 [b]."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, b: int, pool: Any):
-        self.decoder, self.kv, self.b = decoder, kv, b
+    def __init__(self, decoder: Decoder, kv: KVCache, b: int, pool: Any, kept: Tensor):
+        self.decoder, self.kv, self.b, self.kept = decoder, kv, b, kept
         self.inputs: StepInputs = kv.step_inputs(b)
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -232,11 +257,14 @@ class DeviceStep:
             return
         self.graph, self.logits = captured(self._pass, pool)
 
-    def run(self, tokens: list[int], lengths: list[int]) -> Tensor:
-        """Logits [b, vocabulary] of one more token for each sequence; lengths: with it."""
-        both = torch.tensor([tokens, lengths]).to(self.tokens.device, non_blocking=True)
-        self.tokens.copy_(both[:1].T)
-        self.inputs.lengths.copy_(both[1])
+    def run(self, given: list[tuple[int, int]]) -> Tensor:
+        """Logits [b, vocabulary] of one more token for each sequence, overwritten by the next step.
+
+        given: the token, and the sequence's length with it; -1: the token that is kept
+        """
+        tokens, lengths = to_device(given, torch.int64, self.tokens.device).T
+        self.tokens.copy_(torch.where(tokens < 0, self.kept, tokens)[:, None])
+        self.inputs.lengths.copy_(lengths)
         if self.graph is None:
             return self._pass()
         self.graph.replay()
@@ -281,3 +309,15 @@ def steps_of(decoder: Decoder, kv: KVCache, capture: bool = True, b: int | None 
         return HostSteps(decoder, kv)
     b = kv.b if b is None else b
     return DeviceSteps(decoder, kv, sorted({min(1 << i, b) for i in range(b.bit_length() + 1)}), capture)
+
+
+def greedy(decoder: Decoder, steps: HostSteps | DeviceSteps, tokens: Mapping[int, int]) -> Iterator[list[int]]:
+    """Steps of these sequences without end, each with the likeliest token: those of each step, when they are known."""
+    sequences, given, flights = list(tokens), dict[int, int | None](tokens), deque[Arriving]()
+    while True:
+        chosen = decoder.agree(steps.run(given).argmax(-1))
+        steps.keep(sequences, chosen)
+        flights.append(Arriving(chosen))
+        given = dict.fromkeys(sequences)
+        if len(flights) > steps.ahead:
+            yield flights.popleft().wait()

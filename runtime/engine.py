@@ -6,7 +6,8 @@
 
 A step admits what finds room, works on one prompt for a chunk or on several short ones at once, and decodes one token
 for every running request. Room for all of a request's tokens is reserved when it is admitted, so nothing that runs is
-broken off for want of pages.
+broken off for want of pages. On a GPU a decode step is queued before the tokens of the one before are known here: what
+the host does takes place meanwhile, and a request that a stop token ends has taken part in one step too many.
 
 What many requests begin with is processed once, and shared by those that are forked from it:
 
@@ -18,9 +19,7 @@ What many requests begin with is processed once, and shared by those that are fo
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import index
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,89 +28,11 @@ from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, Prompt, Prompts, steps_of
+from runtime.requests import Generation, Prefix, Reason, RequestError
 from runtime.sampling import NONE, Sampling, choose
-
-Reason = Literal["length", "stop", "cancelled", "failed"]
-
+from runtime.transfer import Arriving
 
 TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
-
-
-class RequestError(SignpostError, ValueError):
-    """A request that can never be served."""
-
-
-@dataclass(eq=False)
-class Prefix:
-    """Tokens that requests begin with, kept by the engine that made it until `Engine.drop`.
-
-    prompt    its tokens
-    number    counts the engine's prefixes from 1
-    sequence  of the cache; None once it is kept no more: dropped, or failed, and then `error` says how
-    wanted    requests that were submitted with it and have not begun with it yet, in their order
-    """
-
-    prompt: tuple[int, ...]
-    number: int
-    sequence: int | None
-    dropped: bool = False
-    error: Exception | None = None
-    wanted: dict["Generation", None] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"prefix {self.number} of {len(self.prompt)} tokens"
-
-    @property
-    def total(self) -> int:
-        """Tokens that the cache must have room for."""
-        return len(self.prompt)
-
-
-@dataclass(eq=False)
-class Generation:
-    """A request and what has come of it.
-
-    tokens  new ones so far, the stop token or sequence that ended them included
-    reason  why it ended; None while it has not. `failed`: `error` says how
-    prefix  what the prompt comes behind
-    apart   its prompt is not processed together with others': that failed
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    stop: tuple[tuple[int, ...], ...]
-    tokens: list[int] = field(default_factory=list)
-    reason: Reason | None = None
-    error: Exception | None = None
-    sequence: int | None = None  # of the cache, while it runs
-    draws: torch.Generator = field(default_factory=torch.Generator)
-    prefix: Prefix | None = None
-    apart: bool = False
-
-    def __str__(self) -> str:
-        behind = f" behind {self.prefix}" if self.prefix else ""
-        return f"a prompt of {len(self.prompt)} tokens{behind} and {self.max_new_tokens} new ones"
-
-    @property
-    def total(self) -> int:
-        """Tokens that the cache must have room for: the last new one is never fed back."""
-        shared = self.prefix.total if self.prefix else 0
-        return shared + len(self.prompt) + self.max_new_tokens - 1
-
-    def draw_again(self) -> None:
-        """Sets the draws to where they were before the next token: a step that broke off may have drawn for it."""
-        self.draws.manual_seed(self.sampling.seed)
-        for _ in self.tokens if self.sampling.temperature else ():
-            torch.rand((), generator=self.draws, dtype=torch.float64)
-
-    def take(self, token: int) -> None:
-        """Appends a token and sees whether it is the last."""
-        self.tokens.append(token)
-        if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.stop):
-            self.reason = "stop"
-        elif len(self.tokens) >= self.max_new_tokens:
-            self.reason = "length"
 
 
 class Engine:
@@ -165,6 +86,7 @@ class Engine:
         self.prompt: tuple[Generation | Prefix, Prompt] | None = None
         self.prefixes: dict[int, Prefix] = {}  # by sequence, from the call until they are kept no more
         self._made = 0
+        self._flights: deque[tuple[list[Generation], Arriving]] = deque()  # steps that are queued: who, their tokens
         self._served: list[Generation] = []  # in a step that was raised from, and not yet told
 
     @property
@@ -250,37 +172,63 @@ class Engine:
         were before it: step again, or cancel some first.
         """
         self._served += self._advance_prompt()
-        if self.running:
-            try:
-                self._served += self._decode(dict(self.running))
-            except (SignpostError, ValueError):
-                if not self.steps.any_of_them or self.decoder.ranks > 1:
-                    raise
-                self._served += self._decode_one_by_one()
+        try:
+            self._served += self._decode()
+        except (SignpostError, ValueError):
+            if not self.steps.any_of_them or self.decoder.ranks > 1:
+                raise
+            self._served += self._decode_one_by_one()
         served, self._served = self._served, []
         return served
 
-    def _decode(self, going: dict[int, Generation]) -> list[Generation]:
-        """A token for each of these requests, by sequence; where that fails, nothing has changed."""
+    def _decode(self) -> list[Generation]:
+        """Queues a step of all that run and takes the tokens that have come by then; returns as `step`.
+
+        Where queueing fails, nothing has changed.
+        """
+        going = {i: request for i, request in self.running.items() if request.wants_more}
+        if going and len(self._flights) <= self.steps.ahead:
+            self._queue(going)
+        if len(self._flights) > (self.steps.ahead if going else 0):
+            return self._land()
+        return []
+
+    def _queue(self, going: dict[int, Generation]) -> None:
+        """A step of these requests, by sequence; where that fails, nothing has changed."""
         requests = list(going.values())
+        known = {i: None if request.ahead else request.tokens[-1] for i, request in going.items()}
         try:
             with self.kv.transaction(list(going)):
-                logits = self.steps.run({i: request.tokens[-1] for i, request in going.items()})
-                tokens = self._choose(logits, requests)
+                chosen = self._choose(self.steps.run(known), requests)
+                arriving = Arriving(chosen)
+                self.steps.keep(list(going), chosen)  # the last: until here the step can be repeated
         except BaseException:
             for request in requests:
                 request.draw_again()
             raise
-        for request, token in zip(requests, tokens, strict=True):
+        self._flights.append((requests, arriving))
+        for request in requests:
+            request.ahead += 1
+
+    def _land(self) -> list[Generation]:
+        """Takes the tokens of the first step that is queued: those that took part in it and have not ended since."""
+        requests, arriving = self._flights[0]
+        tokens = arriving.wait()
+        self._flights.popleft()
+        taking = [(request, token) for request, token in zip(requests, tokens, strict=True) if request.reason is None]
+        for request in requests:
+            request.ahead -= 1
+        for request, token in taking:
             self._take(request, token)
-        return requests
+        return [request for request, _ in taking]
 
     def _decode_one_by_one(self) -> list[Generation]:
         """A token for every running request but those whose numbers cannot be packed: these end."""
         requests = dict(self.running)
         for i, request in requests.items():
             try:
-                self._decode({i: request})
+                self._queue({i: request})
+                self._land()
             except (SignpostError, ValueError) as error:
                 self._fail(request, error)
         return list(requests.values())
@@ -315,7 +263,7 @@ class Engine:
             logits = self.prompt[1].advance() if self.prompt else None
             if logits is None:
                 return []
-            tokens = [] if isinstance(work, Prefix) else self._choose(logits[None], [work])
+            tokens = [] if isinstance(work, Prefix) else self._choose(logits[None], [work]).tolist()
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             # Numbers that cannot be packed, or memory that somebody else took: this one ends, the others do not.
             return self._fail(work, error, alike=isinstance(error, CacheFullError))
@@ -363,7 +311,7 @@ class Engine:
                 return []
             sequences = [request.sequence for request in admitted if request.sequence is not None]
             logits = Prompts(self.decoder, self.kv, sequences, [request.prompt for request in admitted]).advance()
-            tokens = self._choose(logits, admitted)
+            tokens = self._choose(logits, admitted).tolist()
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             self._put_back(admitted or few[:1])
             if self.decoder.ranks > 1 and not isinstance(error, CacheFullError):
@@ -424,8 +372,8 @@ class Engine:
         work.sequence = sequence
         return True
 
-    def _choose(self, logits: Tensor, requests: list[Generation]) -> list[int]:
-        """A token for each row of logits, the same in all processes that share the model."""
+    def _choose(self, logits: Tensor, requests: list[Generation]) -> Tensor:
+        """A token for each row of logits, the same in all processes that share the model: int64 where these are."""
         return self.decoder.agree(choose(logits, [r.sampling for r in requests], [r.draws for r in requests]))
 
     def _known(self, prompt: Sequence[int]) -> tuple[int, ...]:
@@ -463,7 +411,7 @@ class Engine:
             self._leave(work)
             failed = list(work.wanted)
             for request in failed:
-                request.error = _failure(work)
+                request.error = work.failure()
                 self._end(request, "failed")
         if self.decoder.ranks > 1 and not alike:
             raise error
@@ -473,6 +421,8 @@ class Engine:
         request.reason = reason
         if request.sequence is not None:
             self.running.pop(request.sequence, None)
+        if not self.running:
+            self._flights.clear()  # nobody waits for these
         self._leave(request)
         self._begun(request)
 
@@ -502,7 +452,7 @@ class Engine:
     def _require_own(self, prefix: Prefix) -> None:
         """Raises RequestError for a prefix that no request of this engine can begin with."""
         if prefix.error is not None:
-            raise _failure(prefix)
+            raise prefix.failure()
         if prefix.dropped:
             raise RequestError(f"{prefix} was dropped: make it again (Engine.prefix)")
         if prefix not in self.prefixes.values():
@@ -525,10 +475,3 @@ def _let_frames_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-def _failure(prefix: Prefix) -> RequestError:
-    """What a request ends with whose prefix has failed."""
-    error = RequestError(f"{prefix} failed, and so does what begins with it: {prefix.error}")
-    error.__cause__ = prefix.error
-    return error

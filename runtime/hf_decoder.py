@@ -71,14 +71,12 @@ class HFDecoder:
         mesh = tensor_mesh(self.model)
         return mesh.size() if mesh else 1
 
-    def agree(self, tokens: list[int]) -> list[int]:
+    def agree(self, tokens: Tensor) -> Tensor:
         """Those of the first of the ranks that share the model, which all call this."""
         mesh = tensor_mesh(self.model)
-        if mesh is None:
-            return tokens
-        sent = torch.tensor(tokens, device=self.device)
-        dist.broadcast(sent, group=mesh.get_group(), group_src=0)
-        return cast("list[int]", sent.tolist())
+        if mesh is not None:
+            dist.broadcast(tokens, group=mesh.get_group(), group_src=0)
+        return tokens
 
     def require(self, bundle: Bundle) -> None:
         """Raises BundleMismatchError for a bundle of another model, FormatError for heads that ranks cannot share."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from artifacts.errors import SignpostError
+from runtime.transfer import to_device
 
 NONE = -1  # no token
 
@@ -37,21 +38,20 @@ class Sampling:
             raise SamplingError(f"seed={self.seed}: must be 0 or more and below 2**63")
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> list[int]:
-    """A token for each row of logits float32 [b, vocabulary], NONE where they have NaN or no largest number.
+def choose(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[torch.Generator]) -> Tensor:
+    """A token for each row of logits float32 [b, vocabulary], NONE where they have NaN or no largest number: int64 [b].
 
-    draws: generators on the CPU, each used once a row.
+    Queued where the logits are, never waits. draws: generators on the CPU, each used once a row.
     """
     best, tokens = logits.max(-1)
     drawn = [i for i, sampling in enumerate(samplings) if sampling.temperature]
     if drawn:
-        places = torch.tensor([torch.rand((), generator=draws[i], dtype=torch.float64) for i in drawn])
-        temperatures, top_p = (
-            torch.tensor([getattr(samplings[i], name) for i in drawn], dtype=torch.float64).to(logits.device)
-            for name in ("temperature", "top_p")
-        )
-        tokens[drawn] = _draw(logits[drawn], temperatures, top_p, places.to(logits.device))
-    return [int(token) for token in tokens.where(best.isfinite(), NONE).tolist()]
+        draw = [torch.rand((), generator=draws[i], dtype=torch.float64) for i in drawn]
+        parameters = [(samplings[i].temperature, samplings[i].top_p) for i in drawn]
+        temperatures, top_p = to_device(parameters, torch.float64, logits.device).T
+        rows = to_device(drawn, torch.int64, logits.device)
+        tokens[rows] = _draw(logits[rows], temperatures, top_p, to_device(draw, torch.float64, logits.device))
+    return tokens.where(best.isfinite(), NONE)
 
 
 def _draw(logits: Tensor, temperatures: Tensor, top_p: Tensor, places: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from runtime.cpu import PageReader
 from runtime.pack import Packer
 from runtime.pages import PageBook
 from runtime.rope import Rotation
+from runtime.transfer import to_device
 
 Filling = tuple[int, int, int]  # page size, sinks, recent: when pages fill
 
@@ -58,7 +59,7 @@ class BlockTables:
         held, width = max(place for _, place, *_ in new) + 1, self.ids.shape[2]
         if held > width:
             self.ids = F.pad(self.ids, (0, max(held, 2 * width) - width))
-        sequences, places, pages, segments = torch.tensor(new).T.contiguous().to(self.ids.device)
+        sequences, places, pages, segments = to_device(new, torch.int64, self.ids.device).T.contiguous()
         self.ids[: self.sides, sequences, places] = pages.int()
         if self.ids.shape[0] > self.sides:
             self.ids[self.sides :, sequences, places] = segments.int()

@@ -96,7 +96,7 @@ def main(folder: Path, mode: str) -> None:
     odd = loaded(folder, "odd", True)
     found["odd"] = refusal(lambda: share_of(odd, load(folder / "odd-bundle")))
     if rank == 1:
-        engine.choose = lambda logits, *_: [9] * len(logits)
+        engine.choose = lambda logits, *_: torch.full((len(logits),), 9)
     found["of two minds"] = served(llama, bundles["kivi"])
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

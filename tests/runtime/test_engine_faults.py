@@ -81,7 +81,8 @@ def step_through_faults(engine, fault, places):
     """Steps until all have ended; each decode step breaks off at two places first. How often it did."""
     count = 0
     while not engine.idle:
-        if engine.running and not (engine.waiting or engine.prompt):
+        queues = any(request.wants_more for request in engine.running.values())
+        if queues and not (engine.waiting or engine.prompt):
             for more in (0, 17):
                 before, tokens = held(engine.kv), [list(r.tokens) for r in engine.running.values()]
                 fault.set((count + more) % places)

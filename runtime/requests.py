@@ -1,0 +1,101 @@
+"""What an engine is asked for: requests, the prefixes that they begin with, and what becomes of both."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from artifacts.errors import SignpostError
+from runtime.sampling import Sampling
+
+Reason = Literal["length", "stop", "cancelled", "failed"]
+
+
+class RequestError(SignpostError, ValueError):
+    """A request that can never be served."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Tokens that requests begin with, kept by the engine that made it until `Engine.drop`.
+
+    prompt    its tokens
+    number    counts the engine's prefixes from 1
+    sequence  of the cache; None once it is kept no more: dropped, or failed, and then `error` says how
+    wanted    requests that were submitted with it and have not begun with it yet, in their order
+    """
+
+    prompt: tuple[int, ...]
+    number: int
+    sequence: int | None
+    dropped: bool = False
+    error: Exception | None = None
+    wanted: dict["Generation", None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"prefix {self.number} of {len(self.prompt)} tokens"
+
+    @property
+    def total(self) -> int:
+        """Tokens that the cache must have room for."""
+        return len(self.prompt)
+
+    def failure(self) -> RequestError:
+        """What a request ends with whose prefix has failed."""
+        error = RequestError(f"{self} failed, and so does what begins with it: {self.error}")
+        error.__cause__ = self.error
+        return error
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request and what has come of it.
+
+    tokens  new ones so far, the stop token or sequence that ended them included
+    reason  why it ended; None while it has not. `failed`: `error` says how
+    prefix  what the prompt comes behind
+    apart   its prompt is not processed together with others': that failed
+    ahead   steps that are queued for it and whose tokens are not among `tokens` yet
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[tuple[int, ...], ...]
+    tokens: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+    error: Exception | None = None
+    sequence: int | None = None  # of the cache, while it runs
+    draws: torch.Generator = field(default_factory=torch.Generator)
+    prefix: Prefix | None = None
+    apart: bool = False
+    ahead: int = 0
+
+    def __str__(self) -> str:
+        behind = f" behind {self.prefix}" if self.prefix else ""
+        return f"a prompt of {len(self.prompt)} tokens{behind} and {self.max_new_tokens} new ones"
+
+    @property
+    def total(self) -> int:
+        """Tokens that the cache must have room for: the last new one is never fed back."""
+        shared = self.prefix.total if self.prefix else 0
+        return shared + len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it takes another step if none of the tokens that are still to come ends it."""
+        return len(self.tokens) + self.ahead < self.max_new_tokens
+
+    def draw_again(self) -> None:
+        """Sets the draws to where they were before the next token: a step that broke off may have drawn for it."""
+        self.draws.manual_seed(self.sampling.seed)
+        for _ in range(len(self.tokens) + self.ahead if self.sampling.temperature else 0):
+            torch.rand((), generator=self.draws, dtype=torch.float64)
+
+    def take(self, token: int) -> None:
+        """Appends a token and sees whether it is the last."""
+        self.tokens.append(token)
+        if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.stop):
+            self.reason = "stop"
+        elif len(self.tokens) >= self.max_new_tokens:
+            self.reason = "length"
