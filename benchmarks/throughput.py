@@ -5,11 +5,11 @@
 A real architecture's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the
 geometry's bytes of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch
 then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step.
-`loop_us` is the engine's own loop instead, of 64 steps from there on: pages taken, graph replayed, tokens chosen, the next
-step queued meanwhile. A prompt is a pass of the model with attention in full precision; what is packed then are numbers like a cache's,
-because a random model's keys are not (`benchmarks.decode_attention`). Short prompts share passes, as in the engine;
-`prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the time of its prompts and
-steps. Microseconds and tokens per second; ratios are to fp16.
+`loop_us` is the engine's own loop instead, of 64 steps from there on: pages taken, graph replayed, tokens chosen, the
+next step queued meanwhile. A prompt is a pass of the model with attention in full precision; what is packed then are
+numbers like a cache's, because a random model's keys are not (`benchmarks.decode_attention`). Short prompts share
+passes, as in the engine; `prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the
+time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
