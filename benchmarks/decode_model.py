@@ -147,7 +147,7 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
     fill(kv, n - 1)
     fill_s = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
-    step = steps.steps[b]
+    step = steps.step(b, n)
     assert step.graph is not None
     kv.take_step(range(b))
     step.run([(1, n)] * b)

@@ -97,7 +97,7 @@ def measured(decoder: HFDecoder, name: str, b: int, n: int, count: int) -> Row:
         held, predicted = torch.cuda.memory_allocated() - weights, b * bundle.geometry.cache_bytes(most, 2, n - 1)
         steps = DeviceSteps(decoder, kv, [b])
         fill(kv, n - 1)
-        step = steps.steps[b]
+        step = steps.step(b, n)
         assert step.graph is not None
         kv.take_step(range(b))
         step.run([(1, n)] * b)

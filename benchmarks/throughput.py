@@ -102,7 +102,7 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     kv = KVCache(bundle, b, m + n, torch.float16, "cuda", prompt=m)
     steps = DeviceSteps(decoder, kv, [b])
     fill(kv, m + n // 2)
-    step = steps.steps[b]
+    step = steps.step(b, max(kv.lengths) + 1)
     assert step.graph is not None
     step.run([(1, n) for n in kv.lengths])  # the newest token again: no page fills
     us = median_us(step.graph, 0.3)

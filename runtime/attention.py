@@ -174,14 +174,19 @@ class PagedAttention:
         """The same, compiled. Not to be called first within a capture."""
         return jit.load(self.unit(rows, how), self.device)
 
-    def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
+    def plan(
+        self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float,
+        tokens: int | None = None,
+    ) -> "Step":  # fmt: skip
         """A step of m new tokens for every sequence of a batch, whose tensors stay where they are.
 
         lengths: int32 [b], cached tokens of each sequence with the m new ones, which `Step.write` or the caller puts
         among sinks and newest tokens before `Step.run`;
         offsets: int32 [b], position of token 0. Both are read when the step runs. scale: of scores, usually d**-0.5.
+        tokens: that a sequence holds at most (None: what its table has pages for): work is dealt out for these; with
+        longer ones results are the same, but it takes longer.
         """
-        return Step(self, key, value, lengths, offsets, m, scale)
+        return Step(self, key, value, lengths, offsets, m, scale, tokens)
 
     def _side(self, index: int, side: PagedSide) -> _Side:
         tables = self._tables[index]
@@ -218,13 +223,14 @@ class Step:
 
     def __init__(
         self, kernels: PagedAttention, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int,
-        scale: float,
+        scale: float, tokens: int | None = None,
     ):  # fmt: skip
         b, rows = lengths.numel(), kernels.g * m
+        tokens = key.table.shape[1] * kernels.key.format.t if tokens is None else tokens
         for name, side, geometry in (("keys", key, kernels.key), ("values", value, kernels.value)):
             check_window(name, side, geometry.format, m)
         self._formats, self._m = (kernels.key.format, kernels.value.format), m
-        module = kernels.module(rows, kernels.sharing(rows, b, key.table.shape[1] * kernels.key.format.t))
+        module = kernels.module(rows, kernels.sharing(rows, b, tokens))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
         taken = module.integers["attend_rows"]

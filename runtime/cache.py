@@ -28,7 +28,7 @@ from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, StepInputs, StepPackers
-from runtime.units import require_kernels, units
+from runtime.units import Sharing, require_kernels, spans, units
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -113,7 +113,7 @@ class LayerCache(CacheLayer):
         inputs = self.room.inputs([n + 1 for n in self.lengths], self.offsets)
         out = torch.empty_like(q.transpose(1, 2))
         step = self.step(q.shape[1])
-        step.run(q, k, v, inputs, scaling, out.transpose(1, 2))
+        step.run(q, k, v, inputs, scaling, out.transpose(1, 2), self.room.span(max(self.lengths) + 1))
         before = list(self.key.used), list(self.value.used)
         self.advance(range(len(self.lengths)))
         if before != (self.key.used, self.value.used):
@@ -221,7 +221,7 @@ def _begin_kernels(
     require_kernels(bundle)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     sizes = {min(1 << i, b) for i in range(b.bit_length() + 1)}  # of an engine's steps
-    batches = [(sequences, max_tokens or 0, processors) for sequences in sizes]
+    batches = [(sequences, tokens, processors) for sequences in sizes for tokens in spans(max_tokens)]
     steps, arch = units(bundle, [dtype], batches), jit.arch_of(device)
     jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
 
@@ -389,6 +389,15 @@ class KVCache:
             self.room.trim()
             self.room.promise_again(promises)
             raise
+
+    def spans(self, b: int) -> list[int]:
+        """Numbers of tokens for which device steps of b sequences are dealt out differently; the last is the most."""
+        *shorter, most = spans(self.room.max_tokens)
+
+        def dealt(tokens: int) -> list[Sharing]:
+            return [layer.step(self.bundle.model.h_q).sharing(b, tokens) for layer in self.paged]
+
+        return [tokens for tokens in shorter if dealt(tokens) != dealt(most)] + [most]
 
     def step_inputs(self, b: int) -> StepInputs:
         """Inputs of device steps of the first b sequences, at an address of their own."""

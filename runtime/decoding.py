@@ -195,10 +195,11 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """Decode steps on the GPU, by size of batch, each a CUDA graph of all layers.
+    """Decode steps on the GPU, by size of batch and length of sequences, each a CUDA graph of all layers.
 
     A step is of the cache's first b sequences, b the smallest size that covers those that go on. Others among them
-    must be empty: they decode a token 0 that nobody sees.
+    must be empty: they decode a token 0 that nobody sees. Where the kernels deal out the work of short sequences in
+    another way, steps of short sequences are others.
 
     sizes    of batches; sequences behind the largest are in no step. To be made while the cache is empty: trying a
              graph writes
@@ -215,24 +216,31 @@ class DeviceSteps:
             raise ValueError(
                 "a captured step cannot follow a cache that grows: say the most that it holds (max_tokens=)"
             )
-        self.decoder, self.kv, self.steps = decoder, kv, {}
+        self.decoder, self.kv = decoder, kv
+        self.steps: dict[tuple[int, int], DeviceStep] = {}  # by sequences, and tokens of each at most
         self._kept = torch.zeros(kv.b, dtype=torch.int64, device=decoder.device)
         self._rows: tuple[list[int], Tensor] = [], self._kept  # the last sequences, and where the device has them
         pool = torch.cuda.graph_pool_handle() if capture else None
         for b in sorted(sizes, reverse=True):  # the largest first: smaller ones find room in its memory
-            self.steps[b] = DeviceStep(decoder, kv, b, pool, self._kept[:b])
+            for tokens in kv.spans(b):
+                self.steps[b, tokens] = DeviceStep(decoder, kv, b, tokens, pool, self._kept[:b])
 
     def run(self, tokens: Mapping[int, int | None]) -> Tensor:
         """As `HostSteps.run`, but queued on PyTorch's current stream: never waits."""
         sequences = list(tokens)
         self.kv.take_step(sequences)
-        step = self.steps[min(b for b in self.steps if b > max(tokens))]
-        lengths, given = self.kv.lengths, [(0, 1)] * step.b
+        lengths = self.kv.lengths
+        step = self.step(max(tokens) + 1, max(lengths[i] for i in tokens) + 1)
+        given = [(0, 1)] * step.b
         for i, token in tokens.items():
             given[i] = -1 if token is None else token, lengths[i] + 1
         logits = step.run(given)
         self.kv.advance(sequences)
         return logits[self._places(sequences)]
+
+    def step(self, b: int, tokens: int) -> "DeviceStep":
+        """Of the first b sequences, which hold at most so many tokens with the step's own."""
+        return self.steps[min(size for size in self.steps if size[0] >= b and size[1] >= tokens)]
 
     def keep(self, sequences: list[int], tokens: Tensor) -> None:
         """As `HostSteps.keep`. One that is none is kept as 0: its sequence ends when the host hears of it."""
@@ -245,10 +253,13 @@ class DeviceSteps:
 
 
 class DeviceStep:
-    """The step of the first b sequences of a cache whose positions count from 0. kept: tokens, int64 [b]."""
+    """The step of the first b sequences of a cache, of at most so many tokens, whose positions count from 0.
 
-    def __init__(self, decoder: Decoder, kv: KVCache, b: int, pool: Any, kept: Tensor):
-        self.decoder, self.kv, self.b, self.kept = decoder, kv, b, kept
+    kept: tokens, int64 [b]
+    """
+
+    def __init__(self, decoder: Decoder, kv: KVCache, b: int, tokens: int, pool: Any, kept: Tensor):
+        self.decoder, self.kv, self.b, self.most, self.kept = decoder, kv, b, tokens, kept
         self.inputs: StepInputs = kv.step_inputs(b)
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -278,7 +289,7 @@ class DeviceStep:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
-        self.kv.paged[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2))
+        self.kv.paged[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2), self.most)
         return out
 
 

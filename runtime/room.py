@@ -9,6 +9,7 @@ from artifacts import CacheGeometry, Format, PageGeometry
 from runtime.pages import CacheFullError, PageBook
 from runtime.side import BlockTables, Filling, PromptRows, Side, filling
 from runtime.step import StepInputs
+from runtime.units import spans
 
 
 class Room:
@@ -196,6 +197,10 @@ class Room:
     def forget_prompts(self) -> None:
         """Their pass is over."""
         self._rows.clear()
+
+    def span(self, tokens: int) -> int:
+        """Tokens that a step is dealt out for whose sequences hold at most so many."""
+        return next(n for n in spans(self.max_tokens) if n >= tokens)
 
     def inputs(self, lengths: list[int], offsets: list[int]) -> StepInputs:
         """Inputs of a device step of all sequences, set to these numbers; layers of one pass share them."""

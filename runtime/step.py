@@ -12,6 +12,7 @@ from runtime.attention import PagedAttention, PagedSide, Step
 from runtime.pack import Packer
 from runtime.rope import Rotation
 from runtime.side import Side
+from runtime.units import Sharing
 
 
 class StepInputs:
@@ -43,26 +44,33 @@ class LayerStep:
         )
         self._plans: dict[tuple[object, ...], Step] = {}
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor) -> None:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor, tokens: int
+    ) -> None:
         """Writes the new tokens k, v [b, h_kv, 1, d], attends q [b, h_q, 1, d] into out alike.
 
-        Pages that fill are still to be packed, before the next step. Queued on PyTorch's current stream, never waits.
+        tokens: as of `PagedAttention.plan`. Pages that fill are still to be packed, before the next step. Queued on
+        PyTorch's current stream, never waits.
         """
-        step = self.plan(inputs, scaling)
+        step = self.plan(inputs, scaling, tokens)
         step.write(k.to(self.key.buffer.dtype), v.to(self.value.buffer.dtype))
         step.run(q, out, follows=True)
 
-    def plan(self, inputs: StepInputs, scaling: float) -> Step:
+    def sharing(self, b: int, tokens: int) -> Sharing:
+        """How a step of b sequences of at most so many tokens is dealt out."""
+        return self.kernels.sharing(self.kernels.g, b, tokens)
+
+    def plan(self, inputs: StepInputs, scaling: float, tokens: int) -> Step:
         """The step's plan; made anew where memory has moved. Also loads kernels, so call it before a capture."""
         b = inputs.lengths.numel()
         sides = self._paged(self.key, b), self._paged(self.value, b)
         # All that a plan holds on to: an allocator may hand out an address again, for one of them.
         tensors = (inputs.lengths, inputs.offsets, *(x for side in sides for x in vars(side).values()))
-        key = (scaling, *((x.data_ptr(), x.shape, x.stride()) for x in tensors))
+        key = (scaling, self.sharing(b, tokens), *((x.data_ptr(), x.shape, x.stride()) for x in tensors))
         if key not in self._plans:
             if len(self._plans) >= 16:  # of batch sizes in use; memory that has moved leaves plans behind
                 self._plans.clear()
-            self._plans[key] = self.kernels.plan(*sides, inputs.lengths, inputs.offsets, 1, scaling)
+            self._plans[key] = self.kernels.plan(*sides, inputs.lengths, inputs.offsets, 1, scaling, tokens)
         return self._plans[key]
 
     @staticmethod

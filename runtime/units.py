@@ -22,7 +22,7 @@ from runtime.parts.dense import codebook, signpost_steps
 from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
 
-SHORT = 2048  # tokens of a sequence
+SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
 SEVERAL, MANY = 2, 7  # sequences' kv heads a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
@@ -190,6 +190,12 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
         return Sharing(1, True)
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     return Sharing(2 if pairs >= SEVERAL * processors and (not large or tokens <= SHORT) else 1)
+
+
+def spans(most: int | None) -> list[int]:
+    """Numbers of tokens that steps are dealt out for, where a sequence holds at most `most` (None: any number)."""
+    longest = ANY if most is None else most
+    return [n for n in (SHORT, longest) if n < longest] + [longest]
 
 
 def sharings(alone: bool) -> list[Sharing]:

@@ -3,6 +3,8 @@
 They read what the kernels read (tables, lengths, offsets, cyclic windows, bytes of pages) and nothing else.
 """
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +13,13 @@ import runtime.cache
 import runtime.decoding
 import runtime.side
 import runtime.step
+import runtime.units
 from artifacts import PageGeometry
 from artifacts.geometry import SEGMENT_PAGES
 from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool
 from runtime.rope import Rotation
-from runtime.units import require_kernels
+from runtime.units import Sharing, require_kernels
 from tests.oracles.attention import attention
 
 
@@ -91,13 +94,20 @@ class Packer:
 
 
 class PagedAttention:
-    """`runtime.attention.PagedAttention` in float64 over decoded pages."""
+    """`runtime.attention.PagedAttention` in float64 over decoded pages. planned: sequences and tokens of all plans."""
+
+    planned: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, key, value, key_tables, value_tables, rotation, h_q, dtype, device):
         self.sides = [Codec(key, key_tables), Codec(value, value_tables)]
         self.rotation = rotation if key.format.domain == "pre_rope" else None
+        self.g = h_q // key.shape.h_kv
 
-    def plan(self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float) -> "Step":
+    def sharing(self, rows, b, tokens):
+        return Sharing(1, alone=tokens <= runtime.units.SHORT)
+
+    def plan(self, key, value, lengths, offsets, m, scale, tokens=None) -> "Step":
+        PagedAttention.planned.append((lengths.numel(), tokens))
         return Step(self, (key, value), lengths, offsets, m, scale)
 
 

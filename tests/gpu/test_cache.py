@@ -122,12 +122,12 @@ def test_a_captured_step_fills_pages(formats) -> None:
     static = [x.clone() for x in tokens(case, 3, 1, 0, torch.float16)]
     out = torch.empty_like(static[0])
     step = layer.step(case.h_q)
-    step.plan(inputs, case.d**-0.5)
-    step.run(*static, inputs, case.d**-0.5, out)  # warm: the dummy token of empty lengths is written over below
+    step.plan(inputs, case.d**-0.5, 300)
+    step.run(*static, inputs, case.d**-0.5, out, 300)  # warm: the dummy token of empty lengths is written over below
     captured.packers.run(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step.run(*static, inputs, case.d**-0.5, out)
+        step.run(*static, inputs, case.d**-0.5, out, 300)
         captured.packers.run(inputs)
     for i, n in enumerate((100, 65, 190)):  # as the warm run overwrote token 0
         captured.release(i)

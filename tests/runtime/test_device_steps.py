@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import runtime.decoding
+import runtime.units
 from runtime import Engine, KVCache
 from runtime.hf import SignpostCache
 from runtime.hf_decoder import HFDecoder
 from tests.attending import start, step
 from tests.formats import CASES, kivi, kvquant
 from tests.runtime.test_engine import MODEL, bundle_for, prompt
-from tests.standins import stand_in
+from tests.standins import PagedAttention, stand_in
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 STEPS = 5
@@ -124,6 +125,27 @@ def test_the_engines_device_steps(formats, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_steps_of_short_sequences_are_dealt_out_for_these(monkeypatch):
+    """Where the cache would hold longer ones, too; with the longest, that step is taken; tokens stay the same."""
+    bundle, wanted = bundle_for(MODEL, kivi(2, t=32, recent=5)), [(5, 20), (90, 30), (33, 3)]
+    found = []
+    for short in (2048, 100):
+        with monkeypatch.context() as patch:
+            stand_in(patch)
+            patch.setattr(runtime.units, "SHORT", short)
+            engine = Engine(HFDecoder(MODEL, bundle), bundle, 3, 200, capture=False)
+            assert sorted(engine.steps.steps) == [
+                (b, n) for b in (1, 2, 3) for n in (100, 200) if n > 100 or n == short
+            ]
+            requests = [engine.submit(prompt(n, n), new) for n, new in wanted]
+            PagedAttention.planned.clear()
+            engine.run()
+            found.append([request.tokens for request in requests])
+            planned = {(b, tokens) for b, tokens in PagedAttention.planned}
+            assert planned == ({(3, 200), (2, 200)} if short == 2048 else {(3, 100), (2, 100), (2, 200)})
+    assert found[0] == found[1]
+
+
 def test_generate_on_device_steps(monkeypatch):
     """Through transformers, with a padded batch and beams."""
     bundle = bundle_for(MODEL, kvquant(3, t=32))
@@ -161,16 +183,18 @@ def test_plans_follow_memory_that_moves(monkeypatch):
     kv = filled(case, None)
     layer, inputs = kv.layers[0], kv.step_inputs(3)
     kernels = layer.step(case.h_q)
-    first = kernels.plan(inputs, 1.0)
-    assert kernels.plan(inputs, 1.0) is first
-    assert kernels.plan(inputs, 0.5) is not first
+    first = kernels.plan(inputs, 1.0, 300)
+    assert kernels.plan(inputs, 1.0, 300) is first
+    assert kernels.plan(inputs, 1.0, 200) is first  # dealt out alike
+    assert kernels.plan(inputs, 0.5, 300) is not first
+    assert kernels.plan(inputs, 1.0, 3000) is not first
     for name in ("heads", "records"):
         moved = getattr(layer.key.pool, name).clone()
         setattr(layer.key._pool, name, moved)
-        assert kernels.plan(inputs, 1.0) is not first
-        first = kernels.plan(inputs, 1.0)
+        assert kernels.plan(inputs, 1.0, 300) is not first
+        first = kernels.plan(inputs, 1.0, 300)
     layer.key.tables.ids = torch.nn.functional.pad(layer.key.tables.ids, (0, 3))
-    assert kernels.plan(inputs, 1.0) is not first
+    assert kernels.plan(inputs, 1.0, 300) is not first
 
 
 def test_caches_that_cannot_be_captured():

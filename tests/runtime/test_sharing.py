@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.sources import kernel_folder
-from runtime.units import MANY, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings
+from runtime.units import ANY, MANY, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings, spans
 from tests.formats import kivi, kvquant
 
 GRID, PLAIN = 132, kivi(2)
@@ -47,3 +47,11 @@ def test_more_sequences_than_warps_alone_find():
     assert sharing(PLAIN, False, True, MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
     (chunks,) = re.findall(r"MOST_CHUNKS = (\d+)", (kernel_folder() / "layout.cuh").read_text())
     assert 32 * int(chunks) == MOST_ALONE
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1, [1]), (SHORT, [SHORT]), (SHORT + 1, [SHORT, SHORT + 1]), (1 << 20, [SHORT, 1 << 20]), (None, [SHORT, ANY])],
+)
+def test_lengths_that_steps_are_dealt_out_for(most, expected):
+    assert spans(most) == expected
