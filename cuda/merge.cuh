@@ -15,6 +15,7 @@ struct MergeParams {
     long long out_sequence, out_token, out_head;
     int b, h_kv, g, m;
     int grid;  // places of what leaves results in attend: its blocks, or, of warps alone, (blocks + h_kv) * warps
+    int each;  // sequences of a block: at most Merge::SEQUENCES
 };
 
 template <typename Shape>
@@ -205,8 +206,8 @@ struct Merge {
     }
 
     static __device__ __forceinline__ void run_several(const MergeParams& params, float* shared) {
-        const int head = blockIdx.x % params.h_kv, first = blockIdx.x / params.h_kv * SEQUENCES, row = blockIdx.y;
-        const int count = min(SEQUENCES, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int head = blockIdx.x % params.h_kv, first = blockIdx.x / params.h_kv * params.each, row = blockIdx.y;
+        const int count = min(params.each, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (row >= params.g * params.m) return;
         await_predecessor();
         release_successor();

@@ -62,7 +62,7 @@ class _Merge(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("partial", "out", "ranges", "rotation", "mean")),
         *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head")),
-        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid")),
+        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid", "each")),
     ]
 
 
@@ -246,8 +246,9 @@ class Step:
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._d, self._stream = kernels.d, lambda: kernels._stream(kernels.device)
-        self._merge_blocks = kernels.h_kv * -(-b // module.integers["merge_sequences"])
-        self._merge_threads = module.integers["merge_threads"]
+        self._merge_threads, most = module.integers["merge_threads"], module.integers["merge_sequences"]
+        each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
+        self._merge_blocks = kernels.h_kv * -(-b // each)
         values = kernels._tables[1]
         sizes = (b, kernels.h_kv, kernels.g, m)
         self.params = _Attend(
@@ -264,7 +265,7 @@ class Step:
         self.merge_params = _Merge(
             self.partial.data_ptr(), 0, self.ranges.data_ptr(),
             *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
-            0, 0, 0, *sizes, places,
+            0, 0, 0, *sizes, places, each,
         )  # fmt: skip
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -304,6 +305,12 @@ class Step:
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
         blocks = (self._merge_blocks, self._rows, 1)
         self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
+
+
+def merged(most: int, warps: int, results: int, processors: int) -> int:
+    """Sequences of a block of the merge, at most `most`: as few for each of its warps as leave two blocks a
+    multiprocessor. results: rows of all sequences and kv heads."""
+    return min(most, warps * -(-results // (2 * processors * warps)))
 
 
 def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:

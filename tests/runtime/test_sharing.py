@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.attention import merged
 from runtime.sources import kernel_folder
 from runtime.units import ANY, MANY, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings, spans
 from tests.formats import kivi, kvquant
@@ -55,3 +56,11 @@ def test_more_sequences_than_warps_alone_find():
 )
 def test_lengths_that_steps_are_dealt_out_for(most, expected):
     assert spans(most) == expected
+
+
+@pytest.mark.parametrize(
+    ("most", "results", "expected"),
+    [(1, 1, 1), (1, 10**6, 1), (4, 1, 4), (16, 1, 4), (16, 1056, 4), (16, 1057, 8), (16, 4224, 16), (16, 10**6, 16)],
+)
+def test_sequences_of_a_block_of_the_merge(most, results, expected):
+    assert merged(most, 4, results, GRID) == expected
