@@ -25,12 +25,14 @@ struct Merge {
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
     static constexpr bool SEVERAL = D <= 128 && (L::ALONE || Plan<Shape>::BLOCKS > 1);
-    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = SEVERAL ? 128 : D, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 4 * WARPS : WARPS;  // of a block
-    // A row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
+    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : V::ROTATE ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 2 * WARPS : WARPS;  // of a block
+    // Of several sequences, a thread has a piece of a column of P inverted.
+    static constexpr int SHARES = THREADS / D, PIECE = D / SHARES;
+    // Of one, a row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
     static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = PIECES / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
-    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? SEQUENCES * (D + 2) : (1 + PARTS) * D;  // floats
+    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? SEQUENCES * (D + SHARES * D + 2) : (1 + PARTS) * D;  // floats
 
     // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
@@ -209,6 +211,12 @@ struct Merge {
         const int head = blockIdx.x % params.h_kv, first = blockIdx.x / params.h_kv * params.each, row = blockIdx.y;
         const int count = min(params.each, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (row >= params.g * params.m) return;
+        float matrix[V::ROTATE ? PIECE : 1];  // the thread's
+        if constexpr (V::ROTATE) {
+            const float* const from = params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0) + threadIdx.x / D * (PIECE * D) + threadIdx.x % D;
+#pragma unroll
+            for (int k = 0; k < PIECE; ++k) matrix[k] = from[k * D];
+        }
         await_predecessor();
         release_successor();
         if constexpr (!V::ROTATE) {
@@ -216,47 +224,46 @@ struct Merge {
             Sum all = gathered(params, first + warp, head, row, lane);
             put(params, first + warp, head, row, lane, all);
         } else {
-            float2* const states = reinterpret_cast<float2*>(shared + SEQUENCES * D);  // (sum, top)
+            float* const turned = shared + SEQUENCES * D;
+            float2* const states = reinterpret_cast<float2*>(turned + SHARES * SEQUENCES * D);  // (sum, top)
 #pragma unroll 1
-            for (int i = warp; i < SEQUENCES; i += WARPS) {
-                Sum all{};
-                if (i < count) all = gathered(params, first + i, head, row, lane);
+            for (int i = warp; i < count; i += WARPS) {
+                const Sum all = gathered(params, first + i, head, row, lane);
 #pragma unroll
                 for (int k = 0; k < CHANNELS; ++k) shared[i * D + channel(lane, k)] = all.x[k];
                 if (lane == 0) states[i] = make_float2(all.sum, all.top);
             }
             __syncthreads();
-            turn_back(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0), shared);
+            turn_back(matrix, shared, turned, count);
+            __syncthreads();
             const float* apart = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
 #pragma unroll 1
             for (int i = warp; i < count; i += WARPS) {
                 Sum all{{}, states[i].x, states[i].y, apart + static_cast<long long>(params.grid + params.b * params.h_kv + place_of(params, first + i, head)) * (ROWS * STRIDE)};
-                read(shared + i * D, lane, all.x);
+#pragma unroll
+                for (int share = 0; share < SHARES; ++share) {
+                    float some[CHANNELS];
+                    read(turned + (share * SEQUENCES + i) * D, lane, some);
+                    add(1.f, some, all.x);
+                }
                 put(params, first + i, head, row, lane, all);
             }
         }
     }
 
-    // All sequences' sums times P inverted, in their place; the matrix is read once. A thread has a column, of some of the sequences. All threads; ends with a
-    // barrier.
-    static __device__ __forceinline__ void turn_back(const float* matrix, float* shared) {
-        constexpr int SHARERS = THREADS / D, MINE = SEQUENCES / SHARERS;
-        const int column = threadIdx.x % D;
-        float4* const sums = reinterpret_cast<float4*>(shared) + threadIdx.x / D * (MINE * D / 4);
-        float y[MINE] = {};
-#pragma unroll 4
-        for (int k = 0; k < D; k += 4) {
-            const float p[4] = {matrix[k * D + column], matrix[(k + 1) * D + column], matrix[(k + 2) * D + column], matrix[(k + 3) * D + column]};
+    // The sums of so many sequences times P inverted, by shares of its rows. All threads.
+    static __device__ __forceinline__ void turn_back(const float (&column)[PIECE], const float* sums, float* turned, int count) {
+        const int share = threadIdx.x / D;
+#pragma unroll 2
+        for (int i = 0; i < count; ++i) {
+            const float4* const x = reinterpret_cast<const float4*>(sums + i * D + share * PIECE);
+            float y[4] = {};
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                const float4 x = sums[i * (D / 4) + k / 4];
-                y[i] += x.x * p[0] + x.y * p[1] + (x.z * p[2] + x.w * p[3]);
+            for (int k = 0; k < PIECE / 4; ++k) {
+                y[0] += x[k].x * column[4 * k], y[1] += x[k].y * column[4 * k + 1], y[2] += x[k].z * column[4 * k + 2], y[3] += x[k].w * column[4 * k + 3];
             }
+            turned[(share * SEQUENCES + i) * D + threadIdx.x % D] = (y[0] + y[1]) + (y[2] + y[3]);
         }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) reinterpret_cast<float*>(sums)[i * D + column] = y[i];
-        __syncthreads();
     }
 };
 

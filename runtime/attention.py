@@ -308,9 +308,9 @@ class Step:
 
 
 def merged(most: int, warps: int, results: int, processors: int) -> int:
-    """Sequences of a block of the merge, at most `most`: as few for each of its warps as leave two blocks a
+    """Sequences of a block of the merge, at most `most`: as few for each of its warps as leave one block a
     multiprocessor. results: rows of all sequences and kv heads."""
-    return min(most, warps * -(-results // (2 * processors * warps)))
+    return min(most, warps * -(-results // (processors * warps)))
 
 
 def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:

@@ -65,7 +65,8 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
         'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
-        "    emulator::launch([&] { merge(*params); }, pairs, tiles, 1, Merging::THREADS, 1, 16384, 0xFF);\n}\n"
+        "    constexpr int shared = sizeof(float) * Merging::SHARED;\n"
+        "    emulator::launch([&] { merge(*params); }, pairs, tiles, 1, Merging::THREADS, 1, shared, 0xFF);\n}\n"
         'extern "C" void run_write_tokens(int sequences, int tokens, const signpost::WriteParams* params) {\n'
         "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"

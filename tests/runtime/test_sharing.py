@@ -60,7 +60,7 @@ def test_lengths_that_steps_are_dealt_out_for(most, expected):
 
 @pytest.mark.parametrize(
     ("most", "results", "expected"),
-    [(1, 1, 1), (1, 10**6, 1), (4, 1, 4), (16, 1, 4), (16, 1056, 4), (16, 1057, 8), (16, 4224, 16), (16, 10**6, 16)],
+    [(1, 1, 1), (1, 10**6, 1), (8, 1, 8), (8, 10**6, 8), (16, 1, 8), (16, 1056, 8), (16, 1057, 16), (16, 10**6, 16)],
 )
 def test_sequences_of_a_block_of_the_merge(most, results, expected):
-    assert merged(most, 4, results, GRID) == expected
+    assert merged(most, 8, results, GRID) == expected
