@@ -399,6 +399,11 @@ class KVCache:
 
         return [tokens for tokens in shorter if dealt(tokens) != dealt(most)] + [most]
 
+    def filling(self, sequences: Sequence[int]) -> list[int]:
+        """Those of these sequences that fill a page with their newest token."""
+        lengths, ends = self.layers[0].lengths, [(t, sinks + recent) for t, sinks, recent in self.room.tables]
+        return [i for i in sequences if any(lengths[i] > n and (lengths[i] - n) % t == 0 for t, n in ends)]
+
     def step_inputs(self, b: int) -> StepInputs:
         """Inputs of device steps of the first b sequences, at an address of their own."""
         return StepInputs(b, self.room.device)

@@ -7,7 +7,7 @@ one of a transformers model. On the GPU a decode step is captured as a CUDA grap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from runtime.cache import KVCache
 from runtime.side import has_kernels
 from runtime.step import StepInputs
 from runtime.transfer import Arriving, to_device
+
+Result = TypeVar("Result")
 
 # layer, q [b, h_q, m, d], k and v [b, h_kv, m, d] after RoPE, positions [b, m], scaling -> [b, m, h_q, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -220,10 +222,14 @@ class DeviceSteps:
         self.steps: dict[tuple[int, int], DeviceStep] = {}  # by sequences, and tokens of each at most
         self._kept = torch.zeros(kv.b, dtype=torch.int64, device=decoder.device)
         self._rows: tuple[list[int], Tensor] = [], self._kept  # the last sequences, and where the device has them
+        inputs = kv.step_inputs(kv.b)
         pool = torch.cuda.graph_pool_handle() if capture else None
+        kv.packers.reserve(max(sizes))
+        self.packing: dict[int, DevicePacking] = {}  # by sequences
         for b in sorted(sizes, reverse=True):  # the largest first: smaller ones find room in its memory
             for tokens in kv.spans(b):
-                self.steps[b, tokens] = DeviceStep(decoder, kv, b, tokens, pool, self._kept[:b])
+                self.steps[b, tokens] = DeviceStep(decoder, kv, inputs.first(b), tokens, pool, self._kept[:b])
+            self.packing[b] = DevicePacking(kv, inputs, b, pool)
 
     def run(self, tokens: Mapping[int, int | None]) -> Tensor:
         """As `HostSteps.run`, but queued on PyTorch's current stream: never waits."""
@@ -236,6 +242,8 @@ class DeviceSteps:
             given[i] = -1 if token is None else token, lengths[i] + 1
         logits = step.run(given)
         self.kv.advance(sequences)
+        if filling := self.kv.filling(sequences):
+            self.packing[min(b for b in self.packing if b >= len(filling))].run(filling)
         return logits[self._places(sequences)]
 
     def step(self, b: int, tokens: int) -> "DeviceStep":
@@ -255,18 +263,16 @@ class DeviceSteps:
 class DeviceStep:
     """The step of the first b sequences of a cache, of at most so many tokens, whose positions count from 0.
 
-    kept: tokens, int64 [b]
+    inputs: of these; kept: tokens, int64 [b]. Pages that fill are not packed yet
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, b: int, tokens: int, pool: Any, kept: Tensor):
-        self.decoder, self.kv, self.b, self.most, self.kept = decoder, kv, b, tokens, kept
-        self.inputs: StepInputs = kv.step_inputs(b)
+    def __init__(self, decoder: Decoder, kv: KVCache, inputs: StepInputs, tokens: int, pool: Any, kept: Tensor):
+        self.decoder, self.kv, self.inputs, self.most, self.kept = decoder, kv, inputs, tokens, kept
+        self.b = b = kept.numel()
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        kv.packers.reserve(b)
-        if pool is None:
-            return
-        self.graph, self.logits = captured(self._pass, pool)
+        if pool is not None:
+            self.graph, self.logits = captured(self._pass, pool)
 
     def run(self, given: list[tuple[int, int]]) -> Tensor:
         """Logits [b, vocabulary] of one more token for each sequence, overwritten by the next step.
@@ -283,9 +289,7 @@ class DeviceStep:
 
     def _pass(self) -> Tensor:
         positions = (self.inputs.lengths - 1)[:, None].long()
-        logits = self.decoder.forward(self.tokens, positions, self._attend)
-        self.kv.packers.run(self.inputs)
-        return logits
+        return self.decoder.forward(self.tokens, positions, self._attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
@@ -293,7 +297,28 @@ class DeviceStep:
         return out
 
 
-def captured(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+class DevicePacking:
+    """Packs the pages that a step fills in at most b of a cache's sequences; inputs: of all of these."""
+
+    def __init__(self, kv: KVCache, inputs: StepInputs, b: int, pool: Any):
+        self.kv, self.inputs = kv, inputs
+        self.rows = torch.full((b,), -1, dtype=torch.int32, device=inputs.lengths.device)
+        self.graph = None if pool is None else captured(self._pack, pool)[0]
+
+    def run(self, filling: list[int]) -> None:
+        """Queued on PyTorch's current stream, never waits."""
+        rows = filling + [-1] * (self.rows.numel() - len(filling))
+        self.rows.copy_(to_device(rows, torch.int32, self.rows.device))
+        if self.graph is None:
+            self._pack()
+        else:
+            self.graph.replay()
+
+    def _pack(self) -> None:
+        self.kv.packers.run(self.inputs, self.rows)
+
+
+def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of `work`, and where it leaves its result. `work` runs once before: it loads kernels, plans.
 
     Both are queued on PyTorch's own stream for captures: cuBLAS keeps a work space for every stream it has seen.

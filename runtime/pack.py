@@ -163,13 +163,15 @@ class Packer:
         fresh: int = 1,
         offsets: Tensor | None = None,
         segments: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> None:
         """Packs the page that has just filled, of each sequence where one has: lengths, int32 [b] on the device, say.
 
         All layers in one launch (of LAYERS_AT_ONCE each; for formats with factors, as many as have work space), so that
         a step in which no page fills costs next to nothing. pools, rings: of each layer; lengths: cached tokens, the
         last `fresh` (at most t) of them new since the last call. rings, table, offsets, segments: as in `prompt`, all
-        layers have the same; a page that fills is a segment of its own.
+        layers have the same; a page that fills is a segment of its own. rows: int32 [b], where the rings have each
+        sequence's tokens; None: in the order of the others.
         """
         pools = [pools] if isinstance(pools, PagePool) else pools
         rings = [rings] if isinstance(rings, Tensor) else rings
@@ -182,6 +184,7 @@ class Packer:
             params = self._bound(i, pool, table, offsets, segments)
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
             params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
+            params.rows = None if rows is None else _int32(rows, "rows")
             layers.append(params)
         b = table.shape[0]
         at_once = min(self.at_once, self._factors.fit(b, 1)) if self._factors else self.at_once
@@ -273,7 +276,7 @@ def _sketched(geometry: PageGeometry, params: Params, left: Tensor) -> Params:
     """Parameters for the sketch of what factors have left, [b, pages, t, h_kv, d]: sequences and pages are in the order
     in which they were written out, and no token comes from elsewhere."""
     shape, rest = geometry.shape, Params.from_buffer_copy(params)
-    rest.residual = None
+    rest.residual = rest.rows = None
     if params.lengths:
         rest.ring, rest.ring_capacity = source(left[:, 0]), shape.t  # token n behind the sinks is at n % t
     else:

@@ -17,6 +17,7 @@ _POINTERS = (
         "table",
         "lengths",
         "offsets",
+        "rows",
         "heads",
         "records",
         "edges",
@@ -52,12 +53,13 @@ class Params(ctypes.Structure):
     def from_sequence(self, first: int, itemsize: int) -> "Params":
         """The same for sequences from number `first` on, whose numbers have `itemsize` bytes."""
         found = Params.from_buffer_copy(self)
-        strides = {"table": 4 * self.table_stride, "segment_ids": 4 * self.segment_stride, "lengths": 4, "offsets": 4}
+        strides = {"table": 4 * self.table_stride, "segment_ids": 4 * self.segment_stride}
+        strides |= dict.fromkeys(("lengths", "offsets", "rows"), 4)
         for name, stride in strides.items():
             if address := getattr(self, name):
                 setattr(found, name, address + first * stride)
         for numbers in (found.prompt, found.ring):
-            if numbers.data:
+            if numbers.data and not (self.rows and numbers is found.ring):  # rows say where it has them
                 numbers.data += first * numbers.sequence * itemsize
         return found
 

@@ -4,6 +4,8 @@ What changes from step to step (lengths, page ids, where a token is written) is 
 """
 
 from collections.abc import Iterable
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,6 +27,12 @@ class StepInputs:
     def __init__(self, b: int, device: torch.device):
         self.lengths = torch.ones(b, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(b, dtype=torch.int32, device=device)
+
+    def first(self, b: int) -> Self:
+        """Those of the first b sequences, at the same addresses."""
+        found = copy(self)
+        found.lengths, found.offsets = self.lengths[:b], self.offsets[:b]
+        return found
 
     def set(self, lengths: list[int], offsets: list[int]) -> None:
         """From the host: lengths with the new token."""
@@ -84,7 +92,7 @@ class LayerStep:
         Queued on PyTorch's current stream, never waits.
         """
         for side in (self.key, self.value):
-            _pack(side.packer, [side], inputs)
+            _pack(side.packer, [side], inputs.lengths, inputs.offsets)
 
 
 class StepPackers:
@@ -105,10 +113,18 @@ class StepPackers:
         for packer, _ in self._groups:
             packer.reserve(b)
 
-    def run(self, inputs: StepInputs) -> None:
-        """Packs the pages that the newest tokens have filled. Queued on PyTorch's current stream, never waits."""
+    def run(self, inputs: StepInputs, rows: Tensor | None = None) -> None:
+        """Packs the pages that the newest tokens have filled. Queued on PyTorch's current stream, never waits.
+
+        rows: int32 [any number], the sequences to look at, each once; below 0: none. None: all of them. What it costs
+        goes by their number.
+        """
+        lengths, offsets = inputs.lengths, inputs.offsets
+        if rows is not None:
+            there, rows = rows >= 0, rows.clamp_min(0)
+            lengths, offsets = lengths[rows] * there, offsets[rows]
         for packer, group in self._groups:
-            _pack(packer, group, inputs)
+            _pack(packer, group, lengths, offsets, rows)
 
     @property
     def packers(self) -> list[Packer]:
@@ -116,9 +132,9 @@ class StepPackers:
         return [packer for packer, _ in self._groups]
 
 
-def _pack(packer: Packer, sides: list[Side], inputs: StepInputs) -> None:
+def _pack(packer: Packer, sides: list[Side], lengths: Tensor, offsets: Tensor, rows: Tensor | None = None) -> None:
     """The pages that the newest tokens have filled of sides that are alike: these hold the same ids."""
-    b, first = inputs.lengths.numel(), sides[0]
-    pools, windows = [side.pool for side in sides], [side.window[:b] for side in sides]
-    segments = None if first.segments is None else first.segments[:b]
-    packer.step(pools, first.table[:b], windows, inputs.lengths, 1, inputs.offsets, segments)
+    first, some = sides[0], slice(lengths.numel()) if rows is None else rows
+    pools, windows = [side.pool for side in sides], [side.window for side in sides]
+    segments = None if first.segments is None else first.segments[some]
+    packer.step(pools, first.table[some], windows, lengths, 1, offsets, segments, rows)

@@ -65,21 +65,22 @@ class Packer:
         assert all((part == part[0]).all() for part in held)
         return torch.stack([part[0] for part in held]).long()
 
-    def step(self, pools, table, rings, lengths, fresh=1, offsets=None, segments=None):
+    def step(self, pools, table, rings, lengths, fresh=1, offsets=None, segments=None, rows=None):
         if isinstance(pools, PagePool):
             pools, rings = [pools], [rings]
         for codec, pool, ring in zip(self.codecs, pools, rings, strict=True):
-            self._step(codec, pool, table, ring, lengths, fresh, offsets, segments)
+            self._step(codec, pool, table, ring, lengths, fresh, offsets, segments, rows)
 
-    def _step(self, codec, pool, table, ring, lengths, fresh, offsets, segments):
+    def _step(self, codec, pool, table, ring, lengths, fresh, offsets, segments, rows):
         t, window = self.format.t, self.format.window
         for i, n in enumerate(lengths.tolist()):
             if (page := window.pages(n, t) - 1) < window.pages(n - fresh, t):
                 continue
             tokens = range(window.sinks + page * t, window.sinks + (page + 1) * t)
-            rows = torch.stack([ring[i, (n - window.sinks) % ring.shape[1]] for n in tokens])
+            own = ring[i if rows is None else rows[i]]
+            x = torch.stack([own[(n - window.sinks) % ring.shape[1]] for n in tokens])
             places = self._places(segments, table, i, page, 1)
-            self._write(codec, pool, table[i, page : page + 1], rows, int(offsets[i]), tokens, places)
+            self._write(codec, pool, table[i, page : page + 1], x, int(offsets[i]), tokens, places)
 
     def _write(
         self, codec: Codec, pool: PagePool, ids: Tensor, x: Tensor, offset: int, tokens: range, segments: Tensor | None

@@ -202,7 +202,8 @@ STEPS = [(side, fresh) for i, side in enumerate(FEW) for fresh in (1, 5) if i < 
 
 @pytest.mark.parametrize("side, fresh", STEPS, ids=[f"{side[0]}-{fresh}" for side, fresh in STEPS])
 def test_steps(side, fresh):
-    """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window."""
+    """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window; with
+    several new tokens, windows are in another order than sequences, with others between them."""
     _, geometry, rope = side
     codec, rotation, packer = made(geometry, rope, torch.float16, "sm_90a")
     shape, window = geometry.shape, geometry.format.window
@@ -216,7 +217,10 @@ def test_steps(side, fresh):
     table[:, 1] = torch.arange(len(lengths)).flip(0)
     got, wanted = (poisoned(geometry, len(lengths)) for _ in range(2))
     device_lengths = torch.tensor(lengths, dtype=torch.int32)
-    window_of = {"ring": pack.source(ring), "ring_capacity": capacity}
+    rows = torch.arange(len(lengths), dtype=torch.int32) if fresh == 1 else torch.tensor([4, 0, 6, 2, 1, 7]).int()
+    windows = torch.full((8, *ring.shape[1:]), torch.nan, dtype=ring.dtype)
+    windows[rows] = ring
+    window_of = {"ring": pack.source(windows), "ring_capacity": capacity, "rows": None if fresh == 1 else rows}
     packer.run(got, table, len(lengths), 1, **window_of, lengths=device_lengths, fresh=fresh)
     for i, page in enumerate(due):
         if page is not None:

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from artifacts import LayerFormat, LowRank  # noqa: E402
+from artifacts import LayerFormat, LowRank, Sketch  # noqa: E402
 from runtime import KVCache  # noqa: E402
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant  # noqa: E402  # noqa: E402
 from tests.gpu.test_attention import ALLOWED, FLOOR, with_formats  # noqa: E402
@@ -110,8 +110,15 @@ def test_pages_are_the_cpus(case: Case) -> None:
 GEAR = LayerFormat(*(replace(fmt, lowrank=LowRank(4, 2)) for fmt in (kivi(2).key, kivi(2).value)))
 
 
-@pytest.mark.parametrize("formats", [kvquant(3), kivi(2), GEAR], ids=["kvquant", "kivi", "factors"])
-def test_a_captured_step_fills_pages(formats) -> None:
+SKETCHED = LayerFormat(replace(GEAR.key, sketch=Sketch(64)), GEAR.value)
+
+
+@pytest.mark.parametrize(
+    ("formats", "order"),
+    [(kvquant(3), None), (kivi(2), None), (kivi(2), [2, -1, 0, 1]), (GEAR, [1, -1, 2, 0]), (SKETCHED, [-1, 2, 1, 0])],
+    ids=["kvquant", "kivi", "kivi-rows", "factors-rows", "factors-and-sketch-rows"],
+)
+def test_a_captured_step_fills_pages(formats, order) -> None:
     """Writing, attending and packing in one graph, replayed over the ends of pages, is what single steps do."""
     case = with_formats(formats, 8, 2)
     eager, captured = (KVCache(case.bundle(), 3, 512, torch.float16, "cuda") for _ in range(2))
@@ -124,11 +131,12 @@ def test_a_captured_step_fills_pages(formats) -> None:
     step = layer.step(case.h_q)
     step.plan(inputs, case.d**-0.5, 300)
     step.run(*static, inputs, case.d**-0.5, out, 300)  # warm: the dummy token of empty lengths is written over below
-    captured.packers.run(inputs)
+    rows = None if order is None else torch.tensor(order, dtype=torch.int32, device="cuda")
+    captured.packers.run(inputs, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step.run(*static, inputs, case.d**-0.5, out, 300)
-        captured.packers.run(inputs)
+        captured.packers.run(inputs, rows)
     for i, n in enumerate((100, 65, 190)):  # as the warm run overwrote token 0
         captured.release(i)
         attend(captured, case, *tokens(case, 1, n, 7 * i, torch.float16), [i])

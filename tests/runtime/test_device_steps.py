@@ -163,6 +163,17 @@ def test_generate_on_device_steps(monkeypatch):
     assert torch.equal(found[1], found[3])
 
 
+@pytest.mark.parametrize("formats", [kvquant(3, t=32), kivi(2, t=32, recent=5)], ids=["kvquant", "kivi"])
+def test_sequences_that_fill_a_page(formats):
+    """Those whose newest token does, of keys or of values."""
+    kv = KVCache(bundle_for(MODEL, formats), 140, 200)
+    kv.layers[0].lengths[:] = range(140)
+    windows = [(side.format.window, side.format.t) for side in (kv.layers[0].key, kv.layers[0].value)]
+    expected = [n for n in range(1, 140) if any(w.pages(n, t) > w.pages(n - 1, t) for w, t in windows)]
+    assert kv.filling(range(140)) == expected != []
+    assert kv.filling(range(0, 140, 2)) == [n for n in expected if n % 2 == 0]
+
+
 def test_a_copy_plans_its_own_steps(monkeypatch):
     stand_in(monkeypatch)
     case = next(case for case in CASES if not (case.key.lowrank or case.value.lowrank))
