@@ -58,8 +58,9 @@ class Params(ctypes.Structure):
         for name, stride in strides.items():
             if address := getattr(self, name):
                 setattr(found, name, address + first * stride)
-        for numbers in (found.prompt, found.ring):
-            if numbers.data and not (self.rows and numbers is found.ring):  # rows say where it has them
+        # Where rows are given, they say where the ring has a sequence.
+        for numbers in (found.prompt,) if self.rows else (found.prompt, found.ring):
+            if numbers.data:
                 numbers.data += first * numbers.sequence * itemsize
         return found
 

@@ -68,7 +68,7 @@ class Emulated:
         if rope:
             self.params.scaling, self.params.unscaling = pack.scalings(rope)
 
-    def run(self, pool, table, b, pages, **fields):
+    def run(self, pool, table, b, pages, at_once=None, **fields):
         for name, value in fields.items():
             setattr(self.params, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
         self.params.table, self.params.table_stride = table.data_ptr(), table.stride(0)
@@ -77,8 +77,10 @@ class Emulated:
         workspace = torch.empty(self.plan.ctas * pages * b * self.plan.workspace, dtype=torch.uint8)
         self.params.workspace = workspace.data_ptr()
         argument = layers_type(1)()
-        argument.layer[0] = self.params
-        self.kernel.launch((pages * self.plan.ctas, b, 1), self.plan.threads, self.plan.shared, argument)
+        for first in range(0, b, at_once or b):
+            argument.layer[0] = self.params.from_sequence(first, 2) if at_once else self.params
+            grid = (pages * self.plan.ctas, min(at_once or b, b - first), 1)
+            self.kernel.launch(grid, self.plan.threads, self.plan.shared, argument)
 
 
 # What the first kernel packs of formats with factors.
@@ -203,7 +205,8 @@ STEPS = [(side, fresh) for i, side in enumerate(FEW) for fresh in (1, 5) if i < 
 @pytest.mark.parametrize("side, fresh", STEPS, ids=[f"{side[0]}-{fresh}" for side, fresh in STEPS])
 def test_steps(side, fresh):
     """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window; with
-    several new tokens, windows are in another order than sequences, with others between them."""
+    several new tokens, windows are in another order than sequences, with others between them, and some are packed at
+    once, or windows are in order, and so they are."""
     _, geometry, rope = side
     codec, rotation, packer = made(geometry, rope, torch.float16, "sm_90a")
     shape, window = geometry.shape, geometry.format.window
@@ -221,7 +224,8 @@ def test_steps(side, fresh):
     windows = torch.full((8, *ring.shape[1:]), torch.nan, dtype=ring.dtype)
     windows[rows] = ring
     window_of = {"ring": pack.source(windows), "ring_capacity": capacity, "rows": None if fresh == 1 else rows}
-    packer.run(got, table, len(lengths), 1, **window_of, lengths=device_lengths, fresh=fresh)
+    at_once = 4 if fresh == 5 or geometry.shape.d == 128 else None
+    packer.run(got, table, len(lengths), 1, at_once, **window_of, lengths=device_lengths, fresh=fresh)
     for i, page in enumerate(due):
         if page is not None:
             fields = reference(codec, rotation, x[i], page, 1, 0)

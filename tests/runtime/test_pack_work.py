@@ -55,6 +55,20 @@ def test_it_is_bounded(shape, layers, b, pages):
     assert step >= pack_factors.work_bytes(geometry, 1, 1, 1)
 
 
+@pytest.mark.parametrize("rows", [None, 4000])
+def test_parameters_from_a_sequence_on(rows):
+    """Where rows say what the ring has, it stays where it is."""
+    params = Params(table=1000, table_stride=7, lengths=2000, offsets=3000, rows=rows)
+    params.prompt.data, params.prompt.sequence = 1 << 20, 100
+    params.ring.data, params.ring.sequence = 1 << 30, 50
+    found = params.from_sequence(3, 2)
+    assert (found.table, found.lengths, found.offsets) == (1000 + 3 * 4 * 7, 2012, 3012)
+    assert (found.rows, found.segment_ids) == (rows and 4012, None)
+    assert found.prompt.data == (1 << 20) + 3 * 100 * 2
+    assert found.ring.data == (1 << 30) + (0 if rows else 3 * 50 * 2)
+    assert (params.table, params.ring.data) == (1000, 1 << 30)
+
+
 FACTORS = LayerFormat(*(Format(16, Dense(2, "token"), window=Window(1, 3), lowrank=LowRank(4, 2)) for _ in range(2)))
 
 
