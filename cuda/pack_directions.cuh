@@ -239,11 +239,13 @@ struct Directions {
         }
         const float* found = eigen.run();
         int* const order = reinterpret_cast<int*>(shared + ORDER_AT);
+        // NaN, as of numbers that the pack kernel has reported, comes last: every place is somebody's.
+        const auto value = [&](int i) { return fmaxf(found[i * (Eigen::ROW + 1)], -FLOAT_MAX); };
         if (threadIdx.x < N) {
-            const float mine = found[threadIdx.x * (Eigen::ROW + 1)];
+            const float mine = value(threadIdx.x);
             int place = 0;
             for (int i = 0; i < N; ++i) {
-                const float other = found[i * (Eigen::ROW + 1)];
+                const float other = value(i);
                 place += other > mine || (other == mine && i < threadIdx.x) ? 1 : 0;
             }
             order[place] = threadIdx.x;

@@ -19,6 +19,7 @@ from runtime.jit import Unit
 from runtime.sources import kernel_folder
 
 HERE = Path(__file__).parent
+POISON = 0xFF  # bytes of shared memory
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def build(unit: Unit) -> ctypes.CDLL:
     at_once = cluster[1] if cluster else 1
     runs = "".join(
         f'extern "C" void run_{entry}(int x, int y, int z, int threads, int shared, const Layers* params) {{\n'
-        f"    emulator::launch([&] {{ {entry}(*params); }}, x, y, z, threads, {at_once}, shared, 0xFF);"
+        f"    emulator::launch([&] {{ {entry}(*params); }}, x, y, z, threads, {at_once}, shared, {POISON});"
         "\n}\n"
         for entry in unit.entries
     )

@@ -13,6 +13,7 @@ from runtime import pack_factors
 from runtime.jit import KernelError
 from runtime.pack_params import Params, layers_type
 from runtime.parts import lowrank
+from tests.cuda import emulated
 from tests.cuda.emulated import Module, stand_in
 from tests.packing import poisoned
 
@@ -203,6 +204,23 @@ def test_beyond_what_halves_hold():
         found = find(geometry, residual_of(geometry, 1, 1, 2, 0.2, size))
         for name in ("left", "right"):
             assert torch.isfinite(found.pools[0].field(name)[1:-1].float()).all(), (size, name)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_numbers_that_are_none_harm_nobody_else(broken, monkeypatch):
+    """The pack kernel has reported them. Whatever is in shared memory, kernels go on, and other heads have factors."""
+    monkeypatch.setattr(emulated, "POISON", 0x7F)  # as an index, far away
+    geometry = geometry_of(64, 4, 2)
+    residual = residual_of(geometry, 1, 2, 2, 0.2)
+    whole = find(geometry, residual)
+    residual[0, 0, 1, 3, 0, 5] = broken
+    found = find(geometry, residual)
+    for name in ("left", "right"):
+        mine, theirs = (pool.field(name) for pool in (found.pools[0], whole.pools[0]))
+        for i in range(2):
+            places = found.table[i] if name == "left" else found.segments[i, :1]
+            heads = slice(1 - i, None)  # of the first sequence all but the first
+            assert torch.equal(mine[places, heads], theirs[places, heads])
 
 
 def test_less_rank_than_asked_for():
