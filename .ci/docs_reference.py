@@ -14,8 +14,10 @@ MODULES = {  # page: modules, in the order of reading
         "parts/banded", "parts/sketch", "parts/center", "parts/rotate", "parts/window", "fields", "geometry",
         "order", "codes", "codebooks", "model", "errors",
     ],
-    "runtime": ["hf", "hf_load", "hf_model", "hf_decoder", "cache", "engine", "sampling", "codec", "pages", "attention",
-                "pack", "pack_units", "pack_factors", "jit", "lm_eval/scoring", "lm_eval/model"],
+    "runtime": [
+        "hf", "hf_load", "hf_model", "hf_decoder", "cache", "engine", "requests", "sampling", "codec", "pages",
+        "attention", "pack", "pack_units", "pack_factors", "jit", "lm_eval/scoring", "lm_eval/model",
+    ],
     "calib": ["pipeline", "config", "choices", "collect", "tap", "evaluate", "data", "signposts", "report/observe"],
 }  # fmt: skip
 

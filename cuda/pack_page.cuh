@@ -45,7 +45,7 @@ struct PackParams {
     const int* table;      // page ids [b][table_stride]
     const int* lengths;    // [b] cached tokens, new ones included: the page that has just filled is packed, if one has; or null
     const int* offsets;    // [b] position of token 0; null: 0
-    const int* rows;       // [b] where a sequence's tokens are in ring; null: as sequences come
+    const int* rows;       // [b] where a sequence's tokens are in ring, with lengths; null: as sequences come
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
@@ -205,7 +205,8 @@ struct Page {
     const PackParams& params;
     unsigned char* const shared;
     const int rank;             // of the CTA in its page
-    int sequence, number, id;   // which page: the number-th of the sequence, at id in the pool
+    int sequence;               // where its numbers are among others'
+    int number, id;             // which page: the number-th of its sequence, at id in the pool
     int launched;               // pages that the launch has before this one
     long long position;         // of the page's first token
     int slice, first_head, heads;  // the slice at hand
@@ -230,6 +231,7 @@ struct Page {
             return false;
         }
         position = static_cast<long long>(number) * S::T + S::SINKS + (params.offsets ? params.offsets[sequence] : 0);
+        if (params.rows) sequence = params.rows[sequence];
         return true;
     }
 
@@ -308,8 +310,7 @@ struct Page {
         const bool old = params.lengths || n < params.prompt_first;
         const Source& from = old ? params.ring : params.prompt;
         const long long row = old ? behind % params.ring_capacity : n - params.prompt_first;
-        const long long place = old && params.rows ? params.rows[sequence] : sequence;
-        return {static_cast<const Input*>(from.data) + place * from.sequence + row * from.token, static_cast<unsigned>(from.head * L::INPUT_BYTES)};
+        return {static_cast<const Input*>(from.data) + sequence * from.sequence + row * from.token, static_cast<unsigned>(from.head * L::INPUT_BYTES)};
     }
 
     // One head's vectors times P, after the mean is taken off. All threads.

@@ -8,6 +8,7 @@ import torch
 from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
 from runtime import jit, pack_factors, pack_units
 from runtime.jit import ARCHS, KernelError
+from tests.cuda.compiling import fast
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
 
@@ -33,7 +34,8 @@ def resources(geometry, rope, dtype, arch):
 @pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
 def test_all_formats_compile_for_hopper(index):
     _, geometry, rope = SIDES[index]
-    made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a")
+    with fast():
+        made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a")
     assert made.shared <= 227 * 1024
     for unit in pack_units.factor_units("pack", geometry, "sm_90a"):
         found = jit.report(unit, "sm_90a")
@@ -60,7 +62,8 @@ def test_other_architectures(arch):
     """Every 17th format on each, others on every one: so all types of numbers, keys and values."""
     for index in range(3 * ARCHS.index(arch), len(SIDES), 17):
         _, geometry, rope = SIDES[index]
-        resources(geometry, rope, INPUTS[index % 3], arch)
+        with fast():
+            resources(geometry, rope, INPUTS[index % 3], arch)
 
 
 def test_units_of_a_bundle():
