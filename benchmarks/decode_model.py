@@ -5,10 +5,11 @@
 Weights are random, of the real architecture's sizes: times and bytes do not depend on them. Caches are filled through
 pack with numbers like a cache's (`benchmarks.decode_attention`), of which every 4096 tokens are alike, keys up to their
 rotation. With --compile the model's layers are compiled around their attention, for all caches alike. A step is the
-whole model: embedding, all layers with writing and attention, logits; packing follows it where a page fills. The baseline's attention is PyTorch's
-with the cuDNN backend over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight
-tokens before the named length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop
-instead, over 64 steps that fill one: pages taken, graph replayed, tokens chosen, the next step queued meanwhile.
+whole model: embedding, all layers with writing and attention, logits; packing follows it where a page fills. The
+baseline's attention is PyTorch's with the cuDNN backend over dense fp16 keys and values. Times are medians over
+replays, in microseconds per step, eight tokens before the named length, so that the step that is repeated fills no
+page; `loop_us` is the engine's own loop instead, over 64 steps that fill one: pages taken, graph replayed, tokens
+chosen, the next step queued meanwhile.
 
 A format `a+b+c` gives the layers these formats in turn. Its row then also has the mean of the times that a model of
 each takes alone, if they were measured before it at the same shape: that is what the mixture is expected to take.
