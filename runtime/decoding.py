@@ -269,6 +269,7 @@ class DeviceStep:
     def __init__(self, decoder: Decoder, kv: KVCache, inputs: StepInputs, tokens: int, pool: Any, kept: Tensor):
         self.decoder, self.kv, self.inputs, self.most, self.kept = decoder, kv, inputs, tokens, kept
         self.b = b = kept.numel()
+        self._plans: dict[int, object] = {}  # by layer, of the newest pass: what is captured works in their memory
         self.tokens = torch.zeros(b, 1, dtype=torch.int64, device=decoder.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         if pool is not None:
@@ -293,7 +294,8 @@ class DeviceStep:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
-        self.kv.paged[layer].step(q.shape[1]).run(q, k, v, self.inputs, scaling, out.transpose(1, 2), self.most)
+        kernels, to = self.kv.paged[layer].step(q.shape[1]), out.transpose(1, 2)
+        self._plans[layer] = kernels.run(q, k, v, self.inputs, scaling, to, self.most)
         return out
 
 

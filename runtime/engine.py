@@ -17,8 +17,9 @@ What many requests begin with is processed once, and shared by those that are fo
 """
 
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 
 import torch
@@ -33,6 +34,16 @@ from runtime.sampling import NONE, Sampling, choose
 from runtime.transfer import Arriving
 
 TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A decode step that is queued: of whom, and the tokens that they get."""
+
+    requests: list[Generation]
+    sequences: list[int]
+    chosen: Tensor
+    arriving: Arriving
 
 
 class Engine:
@@ -86,7 +97,7 @@ class Engine:
         self.prompt: tuple[Generation | Prefix, Prompt] | None = None
         self.prefixes: dict[int, Prefix] = {}  # by sequence, from the call until they are kept no more
         self._made = 0
-        self._flights: deque[tuple[list[Generation], Arriving]] = deque()  # steps that are queued: who, their tokens
+        self._flights: deque[_Flight] = deque()  # steps that are queued
         self._served: list[Generation] = []  # in a step that was raised from, and not yet told
 
     @property
@@ -169,7 +180,8 @@ class Engine:
         """Some work for everybody: those requests that got a token or ended.
 
         What fails in a decode step (memory that somebody else took) is raised, and the requests that run are as they
-        were before it: step again, or cancel some first.
+        were before it: step again, or cancel some first. Tokens of a step that was queued before come with the next one
+        that does not fail.
         """
         self._served += self._advance_prompt()
         try:
@@ -186,38 +198,38 @@ class Engine:
 
         Where queueing fails, nothing has changed.
         """
-        going = {i: request for i, request in self.running.items() if request.wants_more}
+        ahead = Counter(request for flight in self._flights for request in flight.requests)
+        going = {i: r for i, r in self.running.items() if len(r.tokens) + ahead[r] < r.max_new_tokens}
         if going and len(self._flights) <= self.steps.ahead:
-            self._queue(going)
+            self._queue(going, ahead)
         if len(self._flights) > (self.steps.ahead if going else 0):
             return self._land()
         return []
 
-    def _queue(self, going: dict[int, Generation]) -> None:
-        """A step of these requests, by sequence; where that fails, nothing has changed."""
-        requests = list(going.values())
-        known = {i: None if request.ahead else request.tokens[-1] for i, request in going.items()}
+    def _queue(self, going: dict[int, Generation], ahead: Mapping[Generation, int]) -> None:
+        """A step of these requests, by sequence; where that fails, nothing has changed.
+
+        ahead: steps that are queued for each already
+        """
+        requests, sequences = list(going.values()), list(going)
+        known = {i: None if ahead[request] else request.tokens[-1] for i, request in going.items()}
+        if self._flights:  # the step before says what these go on with
+            self.steps.keep(self._flights[-1].sequences, self._flights[-1].chosen)
         try:
-            with self.kv.transaction(list(going)):
+            with self.kv.transaction(sequences):
                 chosen = self._choose(self.steps.run(known), requests)
-                arriving = Arriving(chosen)
-                self.steps.keep(list(going), chosen)  # the last: until here the step can be repeated
+                flight = _Flight(requests, sequences, chosen, Arriving(chosen))
         except BaseException:
             for request in requests:
-                request.draw_again()
+                request.draw_again(ahead[request])
             raise
-        self._flights.append((requests, arriving))
-        for request in requests:
-            request.ahead += 1
+        self._flights.append(flight)
 
     def _land(self) -> list[Generation]:
         """Takes the tokens of the first step that is queued: those that took part in it and have not ended since."""
-        requests, arriving = self._flights[0]
-        tokens = arriving.wait()
-        self._flights.popleft()
-        taking = [(request, token) for request, token in zip(requests, tokens, strict=True) if request.reason is None]
-        for request in requests:
-            request.ahead -= 1
+        tokens = self._flights[0].arriving.wait()
+        flight = self._flights.popleft()
+        taking = [(r, token) for r, token in zip(flight.requests, tokens, strict=True) if r.reason is None]
         for request, token in taking:
             self._take(request, token)
         return [request for request, _ in taking]
@@ -227,7 +239,7 @@ class Engine:
         requests = dict(self.running)
         for i, request in requests.items():
             try:
-                self._queue({i: request})
+                self._queue({i: request}, Counter())
                 self._land()
             except (SignpostError, ValueError) as error:
                 self._fail(request, error)

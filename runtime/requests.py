@@ -55,7 +55,6 @@ class Generation:
     reason  why it ended; None while it has not. `failed`: `error` says how
     prefix  what the prompt comes behind
     apart   its prompt is not processed together with others': that failed
-    ahead   steps that are queued for it and whose tokens are not among `tokens` yet
     """
 
     prompt: tuple[int, ...]
@@ -69,7 +68,6 @@ class Generation:
     draws: torch.Generator = field(default_factory=torch.Generator)
     prefix: Prefix | None = None
     apart: bool = False
-    ahead: int = 0
 
     def __str__(self) -> str:
         behind = f" behind {self.prefix}" if self.prefix else ""
@@ -81,15 +79,13 @@ class Generation:
         shared = self.prefix.total if self.prefix else 0
         return shared + len(self.prompt) + self.max_new_tokens - 1
 
-    @property
-    def wants_more(self) -> bool:
-        """Whether it takes another step if none of the tokens that are still to come ends it."""
-        return len(self.tokens) + self.ahead < self.max_new_tokens
+    def draw_again(self, ahead: int = 0) -> None:
+        """Sets the draws to where they were before the next token: a step that broke off may have drawn for it.
 
-    def draw_again(self) -> None:
-        """Sets the draws to where they were before the next token: a step that broke off may have drawn for it."""
+        ahead: steps that are queued for it and whose tokens are not among `tokens` yet
+        """
         self.draws.manual_seed(self.sampling.seed)
-        for _ in range(len(self.tokens) + self.ahead if self.sampling.temperature else 0):
+        for _ in range(len(self.tokens) + ahead if self.sampling.temperature else 0):
             torch.rand((), generator=self.draws, dtype=torch.float64)
 
     def take(self, token: int) -> None:

@@ -54,15 +54,17 @@ class LayerStep:
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs, scaling: float, out: Tensor, tokens: int
-    ) -> None:
+    ) -> Step:
         """Writes the new tokens k, v [b, h_kv, 1, d], attends q [b, h_q, 1, d] into out alike.
 
-        tokens: as of `PagedAttention.plan`. Pages that fill are still to be packed, before the next step. Queued on
-        PyTorch's current stream, never waits.
+        Returns the plan, whose memory the kernels work in: who captures this in a graph must keep it. tokens: as of
+        `PagedAttention.plan`. Pages that fill are still to be packed, before the next step. Queued on PyTorch's current
+        stream, never waits.
         """
         step = self.plan(inputs, scaling, tokens)
         step.write(k.to(self.key.buffer.dtype), v.to(self.value.buffer.dtype))
         step.run(q, out, follows=True)
+        return step
 
     def sharing(self, b: int, tokens: int) -> Sharing:
         """How a step of b sequences of at most so many tokens is dealt out."""

@@ -21,7 +21,7 @@ class Arriving:
         self._numbers.copy_(numbers, non_blocking=on_device)
         self._event = torch.cuda.Event() if on_device else None
         if self._event:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> list[Any]:
         """The numbers, when they are there; what was queued behind them is not waited for."""

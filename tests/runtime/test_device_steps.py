@@ -146,6 +146,25 @@ def test_steps_of_short_sequences_are_dealt_out_for_these(monkeypatch):
     assert found[0] == found[1]
 
 
+def test_steps_keep_what_their_kernels_work_in(monkeypatch):
+    """Of more sizes than a layer has plans: a captured graph holds addresses and nothing else."""
+    stand_in(monkeypatch)
+    bundle, made, plan = bundle_for(MODEL, kivi(2, t=32)), [], PagedAttention.plan
+
+    def planned(*given):
+        found = plan(*given)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(PagedAttention, "plan", planned)
+    decoder, kv = HFDecoder(MODEL, bundle), KVCache(bundle, 20, 40)
+    steps = runtime.decoding.DeviceSteps(decoder, kv, range(1, 21), capture=False)
+    for each in steps.steps.values():
+        each._pass()
+    assert len(made) == 20 * 2  # layers
+    assert all(found() is not None for found in made)
+
+
 def test_generate_on_device_steps(monkeypatch):
     """Through transformers, with a padded batch and beams."""
     bundle = bundle_for(MODEL, kvquant(3, t=32))

@@ -17,6 +17,7 @@ from runtime.jit import KernelError
 from runtime.pack import check_all
 from runtime.side import Side
 from runtime.step import LayerStep
+from runtime.transfer import Arriving
 from tests.attending import pool_bytes
 from tests.formats import kivi, kvquant
 from tests.runtime.test_engine import MODEL, engine_for, generated, prompt
@@ -81,7 +82,8 @@ def step_through_faults(engine, fault, places):
     """Steps until all have ended; each decode step breaks off at two places first. How often it did."""
     count = 0
     while not engine.idle:
-        queues = any(request.wants_more for request in engine.running.values())
+        ahead = [request for flight in engine._flights for request in flight.requests]
+        queues = any(len(r.tokens) + ahead.count(r) < r.max_new_tokens for r in engine.running.values())
         if queues and not (engine.waiting or engine.prompt):
             for more in (0, 17):
                 before, tokens = held(engine.kv), [list(r.tokens) for r in engine.running.values()]
@@ -112,16 +114,17 @@ def test_a_step_that_breaks_off_in_any_layer_can_be_repeated(bundle, monkeypatch
 @pytest.mark.parametrize("methods, places", [
     ([(LayerStep, "run")], 4),
     ([(KVCache, "advance"), (LayerCache, "advance")], 4),  # some layers have counted the token, others not
-], ids=["kernels", "counting"])  # fmt: skip
+    ([(Arriving, "__init__")], 2),  # all of it is queued
+], ids=["kernels", "counting", "tokens"])  # fmt: skip
 @every_bundle
 def test_a_device_step_that_breaks_off_can_be_repeated(bundle, methods, places, monkeypatch):
     stand_in(monkeypatch)
     monkeypatch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: None)
     fault = Fault(monkeypatch, *methods)
-    wanted, found = [(9, 40), (40, 36)], []
+    wanted, found = [(9, 40, 0.0), (40, 36, 1.0)], []
     for broken in (False, True):
         engine = engine_for(bundle, capture=False)
-        requests = [engine.submit(prompt(n, n), new) for n, new in wanted]
+        requests = [engine.submit(prompt(n, n), new, Sampling(heat, seed=n)) for n, new, heat in wanted]
         if broken:
             assert step_through_faults(engine, fault, places) > 60
         engine.run()
