@@ -14,7 +14,7 @@ from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_alone, takes_bytes, units
-from tests.cuda.compiling import fast
+from tests.cuda.compiling import report
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle
 
 ROPE = Rope(128, "half", 1.0, "default")
@@ -31,12 +31,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SIGNPOST_CACHE_DIR", str(tmp_path))
 
 
-@pytest.fixture
-def little_optimized():
-    with fast():
-        yield
-
-
 def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
     key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
     return attend_unit(key, value, case.rope, dtype, min(16, case.h_q // case.h_kv), True)
@@ -49,16 +43,14 @@ def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", h
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.usefixtures("little_optimized")
 def test_every_format(case: Case) -> None:
-    assert set(jit.report(unit_of(case), "sm_90a")) == {"attend", "merge", "write_tokens"}
+    assert set(report(unit_of(case), "sm_90a")) == {"attend", "merge", "write_tokens"}
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
 @pytest.mark.parametrize(("name", "rows"), [("kvquant-4", 1), ("kvquant-2", 2), ("kivi-2", 1)])
-@pytest.mark.usefixtures("little_optimized")
 def test_every_architecture(name: str, rows: int, arch: str) -> None:
-    assert jit.compile_unit(recipe_unit(name, rows=rows), arch)
+    assert report(recipe_unit(name, rows=rows), arch)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +65,12 @@ def test_every_architecture(name: str, rows: int, arch: str) -> None:
         ("float", 8),
     ],
 )
-@pytest.mark.usefixtures("little_optimized")
 def test_rows_and_model_types(dtype: str, rows: int) -> None:
-    assert jit.compile_unit(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
+    assert report(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(("arch", "rows"), [("sm_80", 8), ("sm_80", 16), ("sm_89", 8), ("sm_90a", 16)])
-@pytest.mark.usefixtures("little_optimized")
 def test_outliers_on_one_side_with_many_rows(side: str, arch: str, rows: int) -> None:
     formats = kvquant(4)
     plain = {other: replace(getattr(formats, other), sparse=None) for other in ("key", "value") if other != side}
@@ -88,23 +78,21 @@ def test_outliers_on_one_side_with_many_rows(side: str, arch: str, rows: int) ->
         PageGeometry.of(fmt, 8, 128, name)
         for name, fmt in (("key", plain.get("key", formats.key)), ("value", plain.get("value", formats.value)))
     )
-    assert jit.compile_unit(attend_unit(key, value, ROPE, "__half", rows, True), arch)
+    assert report(attend_unit(key, value, ROPE, "__half", rows, True), arch)
 
 
 @pytest.mark.parametrize("d", [128, 256])
 @pytest.mark.parametrize("rows", [12, 16])
-@pytest.mark.usefixtures("little_optimized")
 def test_outliers_on_both_sides_with_many_rows(rows: int, d: int) -> None:
     """Where not all rows fit a block, fewer do."""
-    assert jit.compile_unit(recipe_unit("kvquant-4", d, rows), "sm_89")
+    assert report(recipe_unit("kvquant-4", d, rows), "sm_89")
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("little_optimized")
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     """Or one, where two do not fit."""
-    assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
+    assert report(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -117,10 +105,9 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
         ("few-bits", 8, "sm_89"),
     ],
 )
-@pytest.mark.usefixtures("little_optimized")
 def test_warps_alone(name: str, rows: int, arch: str) -> None:
     """Or not, where a warp's ring would have no room for a query."""
-    assert jit.compile_unit(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
+    assert report(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
 
 
 def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:

@@ -82,7 +82,7 @@ def test_no_races_of_warps_alone(formats, g, monkeypatch):
 KERNEL = """
 struct Shape {{ static constexpr int D = 128; }};
 struct Plan {{ static constexpr int THREADS = 64, SHARED = 1024; }};
-struct Merging {{ static constexpr int THREADS = 128; }};
+struct Merging {{ static constexpr int THREADS = 128, SHARED = 4; }};
 inline void attend(const signpost::AttendParams& params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     int* numbers = reinterpret_cast<int*>(shared);

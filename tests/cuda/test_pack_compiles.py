@@ -8,7 +8,7 @@ import torch
 from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
 from runtime import jit, pack_factors, pack_units
 from runtime.jit import ARCHS, KernelError
-from tests.cuda.compiling import fast
+from tests.cuda import compiling
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
 
@@ -24,9 +24,9 @@ def cache(tmp_path_factory):
         yield
 
 
-def resources(geometry, rope, dtype, arch):
+def resources(geometry, rope, dtype, arch, report=jit.report):
     made = pack_units.plan(geometry, rope, dtype, arch)
-    found = jit.report(pack_units.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
+    found = report(pack_units.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
     assert found.registers * made.threads <= 65536, made
     return made, found
 
@@ -34,8 +34,7 @@ def resources(geometry, rope, dtype, arch):
 @pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
 def test_all_formats_compile_for_hopper(index):
     _, geometry, rope = SIDES[index]
-    with fast():
-        made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a")
+    made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a", compiling.report)
     assert made.shared <= 227 * 1024
     for unit in pack_units.factor_units("pack", geometry, "sm_90a"):
         found = jit.report(unit, "sm_90a")
@@ -62,8 +61,7 @@ def test_other_architectures(arch):
     """Every 17th format on each, others on every one: so all types of numbers, keys and values."""
     for index in range(3 * ARCHS.index(arch), len(SIDES), 17):
         _, geometry, rope = SIDES[index]
-        with fast():
-            resources(geometry, rope, INPUTS[index % 3], arch)
+        resources(geometry, rope, INPUTS[index % 3], arch, compiling.report)
 
 
 def test_units_of_a_bundle():
