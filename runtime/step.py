@@ -14,6 +14,7 @@ from runtime.attention import PagedAttention, PagedSide, Step
 from runtime.pack import Packer
 from runtime.rope import Rotation
 from runtime.side import Side
+from runtime.transfer import to_device
 from runtime.units import Sharing
 
 
@@ -36,7 +37,7 @@ class StepInputs:
 
     def set(self, lengths: list[int], offsets: list[int]) -> None:
         """From the host: lengths with the new token."""
-        both = torch.tensor([lengths, offsets], dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+        both = to_device([lengths, offsets], torch.int32, self.lengths.device)
         self.lengths.copy_(both[0])
         self.offsets.copy_(both[1])
 

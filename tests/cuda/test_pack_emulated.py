@@ -204,9 +204,9 @@ STEPS = [(side, fresh) for i, side in enumerate(FEW) for fresh in (1, 5) if i < 
 
 @pytest.mark.parametrize("side, fresh", STEPS, ids=[f"{side[0]}-{fresh}" for side, fresh in STEPS])
 def test_steps(side, fresh):
-    """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window; with
-    several new tokens, windows are in another order than sequences, with others between them, and some are packed at
-    once, or windows are in order, and so they are."""
+    """Sequences of different lengths: a page is packed in the step in which it fills, from a wrapped window. With
+    several new tokens, windows are in another order than sequences, with others between them. Some are packed in two
+    launches."""
     _, geometry, rope = side
     codec, rotation, packer = made(geometry, rope, torch.float16, "sm_90a")
     shape, window = geometry.shape, geometry.format.window

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import runtime.decoding
-import runtime.engine
 from runtime import Engine, KVCache, RequestError, Sampling
 from runtime.decoding import HostSteps, Prompt, greedy, steps_of
 from runtime.hf_decoder import HFDecoder
