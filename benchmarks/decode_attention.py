@@ -101,11 +101,16 @@ class Row:
     ratio: float
 
 
+def channels(h_kv: int) -> tuple[Tensor, Tensor]:
+    """Means and spreads of channels, each [h_kv, D] float32: an order of magnitude apart."""
+    drawn = torch.Generator().manual_seed(7)
+    mean = torch.randn(h_kv, D, generator=drawn)
+    return mean.cuda(), (torch.randn(h_kv, D, generator=drawn) * 0.8 - 0.5).exp().cuda()
+
+
 def numbers(n: int, h_kv: int, seed: int) -> Tensor:
-    """[n, h_kv, D] float32: means and spreads of channels an order of magnitude apart, Laplace tails."""
-    channels = torch.Generator().manual_seed(7)
-    mean = torch.randn(h_kv, D, generator=channels).cuda()
-    spread = (torch.randn(h_kv, D, generator=channels) * 0.8 - 0.5).exp().cuda()
+    """[n, h_kv, D] float32: with the means and spreads of `channels`, Laplace tails."""
+    mean, spread = channels(h_kv)
     even = torch.rand(n, h_kv, D, generator=torch.Generator("cuda").manual_seed(seed), device="cuda") - 0.5
     return mean - spread * even.sign() * torch.log1p(-2 * even.abs().clamp(max=0.4999999))
 

@@ -4,12 +4,12 @@
 
 Weights are random, of the real architecture's sizes: times and bytes do not depend on them. Caches are filled through
 pack with numbers like a cache's (`benchmarks.decode_attention`), of which every 4096 tokens are alike, keys up to their
-rotation. With --compile the model's layers are compiled around their attention, for all caches alike. A step is the
-whole model: embedding, all layers with writing and attention, logits; packing follows it where a page fills. The
-baseline's attention is PyTorch's with the cuDNN backend over dense fp16 keys and values. Times are medians over
-replays, in microseconds per step, eight tokens before the named length, so that the step that is repeated fills no
-page; `loop_us` is the engine's own loop instead, over 64 steps that fill one: pages taken, graph replayed, tokens
-chosen, the next step queued meanwhile.
+rotation; scaled rows of weights make the model's own keys and values alike. With --compile the model's layers are
+compiled around their attention, for all caches alike. A step is the whole model: embedding, all layers with writing and
+attention, logits; packing follows it where a page fills. The baseline's attention is PyTorch's with the cuDNN backend
+over dense fp16 keys and values. Times are medians over replays, in microseconds per step, eight tokens before the named
+length, so that the step that is repeated fills no page; `loop_us` is the engine's own loop instead, over 64 steps that
+fill one: pages taken, graph replayed, tokens chosen, the next step queued meanwhile.
 
 A format `a+b+c` gives the layers these formats in turn. Its row then also has the mean of the times that a model of
 each takes alone, if they were measured before it at the same shape: that is what the mixture is expected to take.
@@ -26,11 +26,12 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from artifacts import Bundle, LayerFormat
 from benchmarks.commands import require_gpu
-from benchmarks.decode_attention import FORMATS, numbers, tables
+from benchmarks.decode_attention import FORMATS, D, channels, numbers, tables
 from runtime import KVCache
 from runtime.decoding import DeviceSteps, greedy
 from runtime.dense import DenseCache
@@ -68,14 +69,32 @@ class Row:
 
 
 def model_of(name: str, layers: int, positions: int, compile: bool = False) -> HFDecoder:
-    """The decoder of a shape, random weights in float16 on the device."""
+    """The decoder of a shape, random weights in float16 on the device; keys and values are like a cache's."""
     config = LlamaConfig(
         num_hidden_layers=layers, num_attention_heads=32, max_position_embeddings=positions, **MODELS[name]
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    return HFDecoder(model.eval().requires_grad_(False), compile=compile)
+    model.eval().requires_grad_(False)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            spread_out(projection)
+    return HFDecoder(model, compile=compile)
+
+
+def spread_out(projection: torch.nn.Linear) -> None:
+    """Makes what a projection of random weights gives like `cached` numbers: normal ones, of which as many lie outside
+    a channel's thresholds of 1% (Laplace's 0.5% are at 4.6 spreads, a normal's at 2.58 standard deviations). Its
+    inputs, behind a norm, have a mean square of 1."""
+    spread = channels(projection.out_features // D)[1]
+    deviation = projection.weight.float().std() * projection.in_features**0.5
+    projection.weight *= (spread.flatten() * (4.605 / 2.576) / deviation)[:, None]
+
+
+def cached(n: int, h_kv: int, seed: int) -> Tensor:
+    """[n, h_kv, D] float32, like a cache's numbers but for their means, which a model without biases does not make."""
+    return numbers(n, h_kv, seed) - channels(h_kv)[0]
 
 
 def formats_of(name: str, layers: int) -> tuple[LayerFormat, ...]:
@@ -89,7 +108,7 @@ def formats_of(name: str, layers: int) -> tuple[LayerFormat, ...]:
 def bundle_of(decoder: HFDecoder, name: str) -> Bundle:
     """A bundle with the same tensors for all layers of a format."""
     found = fingerprint(decoder.model)
-    formats, sample = formats_of(name, found.l), numbers(1024, found.h_kv, 99)
+    formats, sample = formats_of(name, found.l), cached(1024, found.h_kv, 99)
     tensors = {"rope.inv_freq": rotary(decoder.model)[1].numpy()}
     for each in dict.fromkeys(formats):
         for side, fmt in (("key", each.key), ("value", each.value)):
@@ -127,7 +146,7 @@ def dense(decoder: HFDecoder, shape: str, b: int, n: int, seconds: float) -> Row
     found, weights = fingerprint(decoder.model), fresh_peak()
     cache = DenseCache(decoder, found, b, n)
     held = torch.cuda.memory_allocated() - weights
-    few = numbers(min(n, 256), found.h_kv, 1).half().transpose(0, 1)
+    few = cached(min(n, 256), found.h_kv, 1).half().transpose(0, 1)
     for start in range(0, n, few.shape[1]):
         part = cache.numbers[:, :, :, :, start : start + few.shape[1]]
         part.copy_(few[:, : part.shape[4]].expand_as(part))
@@ -165,7 +184,7 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
 def fill(kv: KVCache, n: int) -> None:
     """n tokens for every sequence of the cache, through pack; sequences are alike, but pages are their own."""
     model = kv.bundle.model
-    few = numbers(min(n, ALIKE), model.h_kv, 1).transpose(0, 1).contiguous()
+    few = cached(min(n, ALIKE), model.h_kv, 1).transpose(0, 1).contiguous()
     for start in range(0, n, ALIKE):
         part = few[:, : min(ALIKE, n - start)]
         turned = kv.rotation.rotate(part, torch.arange(start, start + part.shape[1], device=part.device))

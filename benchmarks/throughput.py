@@ -6,10 +6,10 @@ A real architecture's shape, random weights. For prompts of m tokens and n new o
 geometry's bytes of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch
 then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step.
 `loop_us` is the engine's own loop instead, of 64 steps from there on: pages taken, graph replayed, tokens chosen, the
-next step queued meanwhile. A prompt is a pass of the model with attention in full precision; what is packed then are
-numbers like a cache's, because a random model's keys are not (`benchmarks.decode_attention`). Short prompts share
-passes, as in the engine; `prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the
-time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
+next step queued meanwhile. A prompt is a pass of the model with attention in full precision, and packed; the random
+model's keys and values are like a cache's (`benchmarks.decode_model`). Short prompts share passes, as in the engine;
+`prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the time of its prompts and
+steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.commands import require_gpu
-from benchmarks.decode_attention import FORMATS, numbers
+from benchmarks.decode_attention import FORMATS
 from benchmarks.decode_model import MODELS, bundle_of, dense, fill, fresh_peak, loop, median_us, model_of
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
@@ -119,25 +119,22 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
 
 def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[], None]:
     """A pass over `some` prompts of m tokens into the first sequences, layer by layer packed."""
-    few = numbers(m, kv.bundle.model.h_kv, 1).transpose(0, 1).contiguous()
-    positions = torch.arange(m, device=few.device)
-    keys, values = kv.rotation.rotate(few, positions).half(), few.half()
-    tokens = torch.ones(some, m, dtype=torch.int64, device=few.device)
-    every = [x.expand(some, *x.shape) for x in (keys, values)]
+    tokens = torch.randint(decoder.vocabulary, (some, m), device=decoder.device)
+    positions = torch.arange(m, device=decoder.device).expand(some, -1)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
         if some == 1:
-            kv.layers[layer].append(0, keys, values)
+            kv.layers[layer].append(0, k[0], v[0])
         else:
-            kv.layers[layer].append_prompts(range(some), *every, [m] * some)
+            kv.layers[layer].append_prompts(range(some), k, v, [m] * some)
         return out
 
     def prompt() -> None:
         for i in range(some):
             kv.release(i)
         with kv.checked_once():
-            decoder.forward(tokens, positions.expand(some, -1), attend)
+            decoder.forward(tokens, positions, attend)
 
     return prompt
 

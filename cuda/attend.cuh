@@ -37,12 +37,16 @@ struct Attend {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        prepare_tables(at, keys, values, outliers, byte_pages);
         const AttendParams& params = at.params;
-        if (!params.follows) await_predecessor();
         // Of 32 sequences, one a lane.
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
-        int length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
+        int length = 0, offset = 0;
+        if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // on their way while tables are made
+        prepare_tables(at, keys, values, outliers, byte_pages);
+        if (!params.follows) {
+            await_predecessor();
+            length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
+        }
         const Line<C> line(params, length, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
         if (blockIdx.x >= line.blocks) return;
         const long long first = line.begin(blockIdx.x);

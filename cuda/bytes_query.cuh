@@ -63,7 +63,7 @@ struct ByteQuery {
             for (int row = 0; row < ROWS; ++row) {
                 const float x = at.query()[row * D + pair] * at.params.rope_scaling, y = at.query()[row * D + pair + PAIRS] * at.params.rope_scaling;
                 turned[row][k] = make_float2(x * angle[k].x + y * angle[k].y, y * angle[k].x - x * angle[k].y);
-                if (k > 0 || at.lane >= 8 * B::FAST) bound[row] = fmaxf(bound[row], sqrtf(x * x + y * y) * widest);  // the fastest pairs stay halves
+                if (k > 0 || at.lane >= 8 * B::FAST) bound[row] = fmaxf(bound[row], sqrt_fast(x * x + y * y) * widest);  // the fastest pairs stay halves
             }
         }
 #pragma unroll
@@ -71,8 +71,9 @@ struct ByteQuery {
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) bound[row] = fmaxf(bound[row], __shfl_xor_sync(~0u, bound[row], mask));
             size[row] = fmaxf(bound[row], 1e-20f);
+            const float inverse = 1.f / size[row];
 #pragma unroll
-            for (int k = 0; k < MINE; ++k) turned[row][k].x /= size[row], turned[row][k].y /= size[row];
+            for (int k = 0; k < MINE; ++k) turned[row][k].x *= inverse, turned[row][k].y *= inverse;
         }
         reinterpret_cast<uint4*>(mine + B::FAST_OPERAND)[at.lane] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no row
         __syncwarp();

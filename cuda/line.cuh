@@ -37,11 +37,14 @@ struct Line {
         const long long heads = static_cast<long long>(params.b) * h_kv;
         const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
         const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
-        long long units = 0;  // of one head
-        for (int i = lane + 32; i < params.b; i += 32) units += packed(params, i);
-        units += L::units(length - params.m);
+        long long units = L::units(length - params.m);  // of one head
+        if (params.b <= 32) {
+            units = __reduce_add_sync(~0u, static_cast<unsigned>(units));
+        } else {
+            for (int i = lane + 32; i < params.b; i += 32) units += packed(params, i);
 #pragma unroll
-        for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
+            for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
+        }
         const long long pages = units * h_kv;
         // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;

@@ -151,10 +151,11 @@ struct Angle {
         sine = sine * step_cosine + cosine * step_sine;
         cosine = x;
     }
+    // In turns, so that what is left of them is exact and sine and cosine need no reduction of their own.
     static __device__ __forceinline__ void exact(long long n, float frequency, float& cosine, float& sine) {
-        constexpr double TURN = 6.283185307179586476925;
-        const double angle = static_cast<double>(n) * static_cast<double>(frequency);
-        sincosf(static_cast<float>(angle - TURN * rint(angle * (1 / TURN))), &sine, &cosine);
+        constexpr double OF_A_TURN = 1 / 6.283185307179586476925;
+        const double turns = static_cast<double>(n) * (static_cast<double>(frequency) * OF_A_TURN);
+        sincospif(2.f * static_cast<float>(turns - rint(turns)), &sine, &cosine);
     }
 };
 

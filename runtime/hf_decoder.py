@@ -128,10 +128,11 @@ class _CompiledLayers:
         try:
             # All layers run the same code: their numbers in the stack must not be constants of it. A sequence alone
             # multiplies matrices with vectors: inductor makes kernels of its own for these if it may tune them, which
-            # it does when they first run. Tuned so as an option of torch.compile they are slower.
+            # it does when they first run. Tuned so as an option of torch.compile they are slower. With PDL a kernel
+            # begins while the one before it ends (from compute capability 9.0 on).
             with (
                 torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
-                torch._inductor.config.patch(coordinate_descent_tuning=True),
+                torch._inductor.config.patch({"coordinate_descent_tuning": True, "triton.enable_pdl": True}),
             ):
                 yield
         finally:

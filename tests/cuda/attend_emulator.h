@@ -90,6 +90,12 @@ inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 
 // ---- what cuda/mma.cuh says in assembly ----
 
+// As the GPU's, whose argument is reduced exactly.
+inline void sincospif(float x, float* sine, float* cosine) {
+    *sine = static_cast<float>(std::sin(3.14159265358979323846 * x));
+    *cosine = static_cast<float>(std::cos(3.14159265358979323846 * x));
+}
+
 namespace signpost {
 
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
@@ -212,6 +218,7 @@ inline void prefetch(const void* from) {
     read = *static_cast<const unsigned char*>(from);  // there is something
 }
 inline float log2_fast(float x) { return std::log2(x); }
+inline float sqrt_fast(float x) { return std::sqrt(x); }
 inline void group_barrier(int id, int threads) {
     emulator::Barrier& barrier = emulator::current->block->groups[id];
     if (id < 1 || id > 15 || (barrier.members && barrier.members != threads)) {
