@@ -64,8 +64,13 @@ struct Alone {
         keys.load();
         values.load();
         __syncthreads();
-        if constexpr (L::BYTES) byte_pages.keys.fold();
-        else keys.fold();
+        if constexpr (L::BYTES) {
+            byte_pages.keys.fold();
+        } else {
+            typename Keys<C>::Angles angles;
+            keys.ask(angles);
+            keys.fold(angles);
+        }
         __syncthreads();
     }
 

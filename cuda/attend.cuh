@@ -138,9 +138,11 @@ struct Attend {
             if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
             typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
             __syncthreads();  // as above
+            typename Keys<C>::Angles angles;
+            keys.ask(angles);
             if constexpr (!RING_NEEDED) flow.start();
             load();
-            keys.fold();
+            keys.fold(angles);
             query.load();
             softmax.reset();
             if constexpr (RING_NEEDED) flow.start();

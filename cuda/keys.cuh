@@ -77,20 +77,41 @@ struct Keys {
         });
     }
 
-    // What turns and scales keys, into registers; zero points as keys of their own, which are the same in all pages.
-    __device__ __forceinline__ void fold() {
+    // What turns and scales keys goes to registers, or, where groups share it, to shared memory: then each of them makes that of MINE steps, those from
+    // group * MINE on, or the last ones.
+    static constexpr int MINE = L::TURNS_SHARED ? (SHARE + L::GROUPS - 1) / L::GROUPS : SHARE;
+    struct Angles {
+        typename Turning::Angles of[L::ROPE ? MINE : 1];
+    };
+    __device__ __forceinline__ int begin() const { return L::TURNS_SHARED ? min(at.group * MINE, SHARE - MINE) : 0; }
+
+    // Once a head: asks for the angles that `fold` needs.
+    __device__ __forceinline__ void ask(Angles& angles) const {
+        if constexpr (L::ROPE) {
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                Turning::angles(at.params.rope, K::ROPE_DIM / 2, at.tile * TILE, at.step(begin() + i), at.r, at.c, angles.of[i], [](auto& to, const auto* from) { to = *from; });
+            }
+        }
+    }
+
+    // Zero points become keys of their own, which are the same in all pages.
+    __device__ __forceinline__ void fold(const Angles& angles) {
         if constexpr (L::ROPE) {
             uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
             const auto turns = this->turns();
-            Turning::load(
-                [&](int token, int pair) { return at.params.rope[token * (K::ROPE_DIM / 2) + pair]; }, at.tile * TILE, at.step(0), at.r, at.c,
-                [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_SCALE)[channel] : 1.f; },
-                [&](int channel) { return L::CHANNELS_FOLDED ? at.floats(L::KEY_ZERO)[channel] : 0.f; },
-                [&](int s, const typename Turning::Factors& by, const uint4& zeros) {
-                    if constexpr (!L::TURNS_SHARED) turning[s] = by;
-                    else if (at.group == 0) turns[at.step(s) * 64] = by.own, turns[at.step(s) * 64 + 32] = by.other;
-                    if (L::CHANNELS_FOLDED && at.group == 0) zero_keys[at.step(s) * 32] = zeros;
-                });
+            auto two = [&](int from, int channel, float without) { return L::CHANNELS_FOLDED ? *reinterpret_cast<const float2*>(at.floats(from) + channel) : make_float2(without, without); };
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                const int s = begin() + i;
+                uint4 zeros;
+                const auto by = Turning::factors(
+                    angles.of[i], at.step(s), at.c, [&](int channel) { return two(L::KEY_SCALE, channel, 1.f); }, [&](int channel) { return two(L::KEY_ZERO, channel, 0.f); }, zeros);
+                const bool mine = L::TURNS_SHARED ? s >= at.group * MINE : at.group == 0;
+                if constexpr (!L::TURNS_SHARED) turning[s] = by;
+                else if (mine) turns[at.step(s) * 64] = by.own, turns[at.step(s) * 64 + 32] = by.other;
+                if (L::CHANNELS_FOLDED && mine) zero_keys[at.step(s) * 32] = zeros;
+            }
         }
     }
 
@@ -201,7 +222,7 @@ struct Keys {
                     if constexpr (ACROSS) {
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
-                            if (Turning::turned(S, e)) wide[n][S][e][0] = x[e][0], wide[n][S][e][1] = x[e][1];
+                            if (Turning::turned(Turning::block_of(S, e))) wide[n][S][e][0] = x[e][0], wide[n][S][e][1] = x[e][1];
                             else a[e] = pack(x[e][0], x[e][1]);
                         }
                     } else {

@@ -16,7 +16,7 @@ struct Line {
     using V = typename C::Value;
     static constexpr bool OUTLIERS = L::BYTES && (K::SPARSE || V::SPARSE);
     // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block.
-    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (!L::BYTES ? 10 : OUTLIERS ? 22 : 36) / C::BLOCKS;
+    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (!L::BYTES ? 7 : OUTLIERS ? 16 : 30) / C::BLOCKS;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; pages
     // of a block that make it worth while.
     static constexpr int OF_A_PAGE = L::D / 4, HEADS = 32, SAMPLES = 2, WORTH = 128;

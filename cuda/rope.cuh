@@ -27,6 +27,15 @@ struct Rope {
     static constexpr bool LOCAL = K::INTERLEAVED || K::ROPE_DIM == D;
 };
 
+template <bool FIRST, typename A, typename B>
+struct Either {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
 // Turns the fragments of a tile of keys: every register becomes own * itself + other * its partner. Scales of channels are in the
 // factors, if they are the same for all pages: then codes need no scaling. SHARE: steps of a warp, all of them where pairs go
 // across steps.
@@ -43,40 +52,56 @@ struct Turn {
     // Of 8 channels, which register e of step s of the head holds: channels 2c and 2c + 1 of it.
     static constexpr __device__ __forceinline__ int block_of(int s, int e) { return e / 2 * STEPS + s; }
 
-    // angles(token, pair): (cos, sin); token: first of the tile; first: step of the head; scale(channel), zero(channel): factors of the
-    // key's numbers, and what is added to them; put(s, factors, registers): gets what turns step s of the warp, and first operands of its turned zeros.
-    template <typename Angles, typename Scale, typename Zero, typename Put>
-    static __device__ __forceinline__ void load(Angles&& angles, int token, int first, int r, int c, Scale&& scale, Zero&& zero, Put&& put) {
-        auto channel_of = [&](int s, int e, int k) { return 8 * block_of(first + s, e) + 2 * c + k; };
-        float2 angle[SHARE][4][2];  // all are asked for before any is used
+    // Angles of a lane's channels of a step: of tokens r and r + 8, of channels 2c and 2c + 1 (cos, sin, cos, sin) of each half of the head, which have the same
+    // if pairs are the two halves'. Of neighbours both channels have one angle, which is there once.
+    static constexpr bool INTERLEAVED = P::INTERLEAVED;
+    static constexpr int HALVES = DIM == D && !INTERLEAVED ? 1 : 2;
+    using Some = typename Either<INTERLEAVED, float2, float4>::Type;
+    struct Angles {
+        Some of[2][HALVES];
+    };
+    static constexpr __device__ __forceinline__ bool turned(int block) { return DIM == D || block < DIM / 8; }
+    // Of the block of 8 channels that half h of a step has: its partners' distance, and whether they are first ones of pairs; known when compiling, where pairs are
+    // the two halves'. Of neighbours even channels are.
+    static constexpr __device__ __forceinline__ bool first(int block, int h) { return INTERLEAVED || (HALVES == 1 ? h == 0 : block < DIM / 16); }
+
+    // each(to, from): gets where each of them goes, and where it comes from. table: (cos, sin) [token][pairs]; token: first of the tile; s: step of the head.
+    template <typename Each>
+    static __device__ __forceinline__ void angles(const float2* table, int pairs, int token, int s, int r, int c, Angles& to, Each&& each) {
 #pragma unroll
-        for (int i = 0; i < SHARE * 8; ++i) {
-            const int channel = channel_of(i / 8, i / 2 % 4, i % 2);
-            if (DIM == D || channel < DIM) angle[i / 8][i / 2 % 4][i % 2] = angles(token + r + i / 2 % 2 * 8, P::pair_of(channel));
-        }
-#pragma unroll
-        for (int s = 0; s < SHARE; ++s) {
-            unsigned own[4], other[4], zeros[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float by_own[2], by_other[2], sum[2];
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const int channel = channel_of(s, e, k);
-                    by_own[k] = scale(channel), by_other[k] = 0.f, sum[k] = zero(channel);
-                    if (DIM == D || channel < DIM) {
-                        const int partner = P::partner_of(channel);
-                        const float sine = P::is_first(channel) ? -angle[s][e][k].y : angle[s][e][k].y;
-                        by_own[k] *= angle[s][e][k].x, by_other[k] = scale(partner) * sine;
-                        sum[k] = sum[k] * angle[s][e][k].x + zero(partner) * sine;
-                    }
-                }
-                own[e] = pack(by_own[0], by_own[1]), other[e] = pack(by_other[0], by_other[1]);
-                zeros[e] = pack(sum[0], sum[1]);
-            }
-            put(s, Factors{make_uint4(own[0], own[1], own[2], own[3]), make_uint4(other[0], other[1], other[2], other[3])}, make_uint4(zeros[0], zeros[1], zeros[2], zeros[3]));
+        for (int i = 0; i < 2 * HALVES; ++i) {
+            const int u = i / HALVES, h = i % HALVES, block = block_of(s, 2 * h), pair = INTERLEAVED ? 4 * block + c : 8 * (first(block, h) ? block : block - DIM / 16) + 2 * c;
+            if (turned(block)) each(to.of[u][h], reinterpret_cast<const Some*>(table + (token + r + 8 * u) * pairs + pair));
         }
     }
+
+    // What turns step s of the head, and first operands of its turned zeros. scale(channel), zero(channel): factors of the numbers of a key's channels, an even
+    // one and the next, and what is added to them.
+    template <typename Scale, typename Zero>
+    static __device__ __forceinline__ Factors factors(const Angles& angles, int s, int c, Scale&& scale, Zero&& zero, uint4& zeros) {
+        unsigned own[4], other[4], turned_zeros[4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int block = block_of(s, 2 * h), channel = 8 * block + 2 * c, partner = first(block, h) ? channel + DIM / 2 : channel - DIM / 2;
+            const float2 by = scale(channel), add = zero(channel);
+            float2 partners_by = make_float2(0.f, 0.f), partners_add = partners_by;
+            if (INTERLEAVED) partners_by = make_float2(by.y, by.x), partners_add = make_float2(add.y, add.x);
+            else if (turned(block)) partners_by = scale(partner), partners_add = zero(partner);
+            const float sign = first(block, h) ? -1.f : 1.f, next_sign = INTERLEAVED ? 1.f : sign;
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                float2 one = make_float2(1.f, 0.f), next = one;
+                if (turned(block)) split(angles.of[u][h % HALVES], one, next);
+                const int e = 2 * h + u;
+                own[e] = pack(by.x * one.x, by.y * next.x), other[e] = pack(partners_by.x * (sign * one.y), partners_by.y * (next_sign * next.y));
+                turned_zeros[e] = pack(add.x * one.x + partners_add.x * (sign * one.y), add.y * next.x + partners_add.y * (next_sign * next.y));
+            }
+        }
+        zeros = make_uint4(turned_zeros[0], turned_zeros[1], turned_zeros[2], turned_zeros[3]);
+        return {make_uint4(own[0], own[1], own[2], own[3]), make_uint4(other[0], other[1], other[2], other[3])};
+    }
+    static __device__ __forceinline__ void split(const float4& angles, float2& one, float2& next) { one = make_float2(angles.x, angles.y), next = make_float2(angles.z, angles.w); }
+    static __device__ __forceinline__ void split(const float2& angle, float2& one, float2& next) { one = next = angle; }
 
     // Pairs within a step.
     static __device__ __forceinline__ void turn(const Factors& by, unsigned (&a)[4]) {
@@ -113,13 +138,10 @@ struct Turn {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int block = block_of(s, e), partner = block < DIM / 16 ? block + DIM / 16 : block - DIM / 16;
-                a[s][e] = block < DIM / 8 ? fma2(x[s][e], own[e], mul2(x[partner % STEPS][partner / STEPS * 2 + e % 2], other[e])) : mul2(x[s][e], own[e]);
+                a[s][e] = turned(block) ? fma2(x[s][e], own[e], mul2(x[partner % STEPS][partner / STEPS * 2 + e % 2], other[e])) : mul2(x[s][e], own[e]);
             }
         }
     }
-
-    // Whether register e of step s has channels that are turned, where pairs go across steps.
-    static constexpr __device__ __forceinline__ bool turned(int s, int e) { return block_of(s, e) < DIM / 8; }
 
     // The same from numbers that are not rounded yet, two a register: those that are turned are, once; others are as they were.
     static __device__ __forceinline__ void turn_all(const Factors (&by)[SHARE], const float (&x)[SHARE][4][2], unsigned (&a)[SHARE][4]) {
@@ -128,7 +150,7 @@ struct Turn {
             const unsigned own[4] = {by[s].own.x, by[s].own.y, by[s].own.z, by[s].own.w}, other[4] = {by[s].other.x, by[s].other.y, by[s].other.z, by[s].other.w};
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (!turned(s, e)) continue;
+                if (!turned(block_of(s, e))) continue;
                 const int block = block_of(s, e), partner = block < DIM / 16 ? block + DIM / 16 : block - DIM / 16;
                 const float2 mine = __half22float2(as_half2(own[e])), partners = __half22float2(as_half2(other[e]));
                 const float(&y)[2] = x[partner % STEPS][partner / STEPS * 2 + e % 2];
