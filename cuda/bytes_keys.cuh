@@ -44,8 +44,7 @@ struct ByteKeys {
         uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + 32 * at.warp + at.lane;
         uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + 64 * at.warp + at.lane;
         const float2* angles = reinterpret_cast<const float2*>(tables() + B::TOKEN_TURNS);
-        typename FastTurn::Angles mine;
-        FastTurn::angles(angles, 16, 0, at.warp, at.r, at.c, mine, [](auto& to, const auto* from) { to = *from; });
+        const auto mine = FastTurn::angles(angles, 16, 0, at.warp, at.r, at.c);
         auto two = [&](int from, int channel) { return *reinterpret_cast<const float2*>(at.floats(from) + channel); };
         const Turns by = FastTurn::factors(mine, at.warp, at.c, [&](int channel) { return two(L::KEY_SCALE, channel); }, [&](int channel) { return two(L::KEY_ZERO, channel); }, *zero_keys);
         turns[0] = by.own, turns[32] = by.other;

@@ -89,9 +89,7 @@ struct Keys {
     __device__ __forceinline__ void ask(Angles& angles) const {
         if constexpr (L::ROPE) {
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                Turning::angles(at.params.rope, K::ROPE_DIM / 2, at.tile * TILE, at.step(begin() + i), at.r, at.c, angles.of[i], [](auto& to, const auto* from) { to = *from; });
-            }
+            for (int i = 0; i < MINE; ++i) angles.of[i] = Turning::angles(at.params.rope, K::ROPE_DIM / 2, at.tile * TILE, at.step(begin() + i), at.r, at.c);
         }
     }
 

@@ -16,9 +16,6 @@ struct Pairs {
 
     static __device__ __forceinline__ int first_of(int f) { return INTERLEAVED ? 2 * f : f; }
     static __device__ __forceinline__ int second_of(int f) { return INTERLEAVED ? 2 * f + 1 : f + DIM / 2; }
-    static __device__ __forceinline__ bool is_first(int channel) { return INTERLEAVED ? channel % 2 == 0 : channel < DIM / 2; }
-    static __device__ __forceinline__ int pair_of(int channel) { return INTERLEAVED ? channel / 2 : is_first(channel) ? channel : channel - DIM / 2; }
-    static __device__ __forceinline__ int partner_of(int channel) { return INTERLEAVED ? channel ^ 1 : is_first(channel) ? channel + DIM / 2 : channel - DIM / 2; }
 };
 
 // Which layouts have both channels of a pair in one step.
@@ -41,8 +38,8 @@ struct Either<false, A, B> {
 // across steps.
 template <typename K, int D, int SHARE>
 struct Turn {
-    using P = Pairs<K>;
     static constexpr int STEPS = D / 16, DIM = K::ROPE_DIM;
+    static constexpr bool INTERLEAVED = K::INTERLEAVED;
     static_assert(DIM % 16 == 0 && DIM <= D, "a lane holds both channels of a pair only for multiples of 16");
     static_assert(Rope<K, D>::LOCAL || SHARE == STEPS || !DIM, "a warp holds both channels of a pair");
     struct Factors {  // of a step
@@ -54,25 +51,25 @@ struct Turn {
 
     // Angles of a lane's channels of a step: of tokens r and r + 8, of channels 2c and 2c + 1 (cos, sin, cos, sin) of each half of the head, which have the same
     // if pairs are the two halves'. Of neighbours both channels have one angle, which is there once.
-    static constexpr bool INTERLEAVED = P::INTERLEAVED;
     static constexpr int HALVES = DIM == D && !INTERLEAVED ? 1 : 2;
     using Some = typename Either<INTERLEAVED, float2, float4>::Type;
     struct Angles {
         Some of[2][HALVES];
     };
     static constexpr __device__ __forceinline__ bool turned(int block) { return DIM == D || block < DIM / 8; }
-    // Of the block of 8 channels that half h of a step has: its partners' distance, and whether they are first ones of pairs; known when compiling, where pairs are
-    // the two halves'. Of neighbours even channels are.
+    // Whether the 8 channels that half h of a step has are first ones of pairs, which is known when compiling where pairs are the two halves'; of neighbours even
+    // ones are.
     static constexpr __device__ __forceinline__ bool first(int block, int h) { return INTERLEAVED || (HALVES == 1 ? h == 0 : block < DIM / 16); }
 
-    // each(to, from): gets where each of them goes, and where it comes from. table: (cos, sin) [token][pairs]; token: first of the tile; s: step of the head.
-    template <typename Each>
-    static __device__ __forceinline__ void angles(const float2* table, int pairs, int token, int s, int r, int c, Angles& to, Each&& each) {
+    // table: (cos, sin) [token][pairs]; token: first of the tile; s: step of the head.
+    static __device__ __forceinline__ Angles angles(const float2* table, int pairs, int token, int s, int r, int c) {
+        Angles found;
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; ++i) {
             const int u = i / HALVES, h = i % HALVES, block = block_of(s, 2 * h), pair = INTERLEAVED ? 4 * block + c : 8 * (first(block, h) ? block : block - DIM / 16) + 2 * c;
-            if (turned(block)) each(to.of[u][h], reinterpret_cast<const Some*>(table + (token + r + 8 * u) * pairs + pair));
+            if (turned(block)) found.of[u][h] = *reinterpret_cast<const Some*>(table + (token + r + 8 * u) * pairs + pair);
         }
+        return found;
     }
 
     // What turns step s of the head, and first operands of its turned zeros. scale(channel), zero(channel): factors of the numbers of a key's channels, an even
@@ -108,7 +105,7 @@ struct Turn {
         const unsigned x[4] = {a[0], a[1], a[2], a[3]}, own[4] = {by.own.x, by.own.y, by.own.z, by.own.w}, other[4] = {by.other.x, by.other.y, by.other.z, by.other.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const unsigned partner = K::INTERLEAVED ? __byte_perm(x[e], x[e], 0x1032) : x[e ^ 2];
+            const unsigned partner = INTERLEAVED ? __byte_perm(x[e], x[e], 0x1032) : x[e ^ 2];
             a[e] = fma2(x[e], own[e], mul2(partner, other[e]));
         }
     }
@@ -119,7 +116,7 @@ struct Turn {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const float2 mine = __half22float2(as_half2(own[e])), partners = __half22float2(as_half2(other[e]));
-            const float low = K::INTERLEAVED ? x[e][1] : x[e ^ 2][0], high = K::INTERLEAVED ? x[e][0] : x[e ^ 2][1];
+            const float low = INTERLEAVED ? x[e][1] : x[e ^ 2][0], high = INTERLEAVED ? x[e][0] : x[e ^ 2][1];
             y[e][0] = x[e][0] * mine.x + low * partners.x, y[e][1] = x[e][1] * mine.y + high * partners.y;
         }
     }

@@ -1,0 +1,52 @@
+"""The engine on a GPU: steps queued ahead and captured, prompts in chunks and behind prefixes, on a crowded pool."""
+
+import copy
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+from transformers import LlamaConfig  # noqa: E402
+
+from benchmarks.soak import Load, soak  # noqa: E402
+from runtime import Engine  # noqa: E402
+from runtime.hf_decoder import HFDecoder  # noqa: E402
+from tests.formats import kivi, kvquant  # noqa: E402
+from tests.runtime.test_engine import prompt  # noqa: E402
+from tests.runtime.tiny_models import SIZE, bundle_for, tiny  # noqa: E402
+
+MODEL = tiny(LlamaConfig(**SIZE | {"hidden_size": 256, "head_dim": 64}))
+BUNDLES = {"kvquant": bundle_for(MODEL, kvquant(3, t=64)), "kivi": bundle_for(MODEL, kivi(2, t=64, recent=5))}
+every_bundle = pytest.mark.parametrize("bundle", BUNDLES.values(), ids=BUNDLES)
+
+
+@every_bundle
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_nothing_is_left_behind_and_no_token_is_wrong(bundle, dtype) -> None:
+    """Requests of random lengths, greedy and drawn, that stop and are cancelled, against each alone."""
+    load = Load(120, 6, sequences=8, longest_prompt=150, most_new=60, chunk=40, pool=900, cancelled=0.3)
+    found = soak(copy.deepcopy(MODEL).to("cuda", dtype), bundle, load, False, lambda task, n: None)
+    assert (found["leaks"], found["wrong"]) == ({}, [])
+    assert found["same"] + found["near"] == 6
+    assert sum(found["ended"].values()) == 120
+
+
+@every_bundle
+def test_behind_a_prefix(bundle) -> None:
+    """Pages are shared, forked and gone on from; first tokens are those of the CPU."""
+    firsts = []
+    for device in ("cuda", "cpu"):
+        decoder = HFDecoder(copy.deepcopy(MODEL).to(device), bundle)
+        engine = Engine(decoder, bundle, sequences=3, max_tokens=300, prefixes=1)
+        prefix = engine.prefix(prompt(200, 1))
+        requests = [engine.submit(prompt(n, n), 20, prefix=prefix) for n in (3, 70, 20)]
+        engine.run()
+        engine.drop(prefix)
+        assert [len(request.tokens) for request in requests] == [20] * 3
+        assert engine.kv.lengths == [0] * 4
+        firsts.append([request.tokens[0] for request in requests])
+    assert firsts[0] == firsts[1]
