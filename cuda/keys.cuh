@@ -79,11 +79,11 @@ struct Keys {
 
     // What turns and scales keys goes to registers, or, where groups share it, to shared memory: then each of them makes that of MINE steps, those from
     // group * MINE on, or the last ones.
-    static constexpr int MINE = L::TURNS_SHARED ? (SHARE + L::GROUPS - 1) / L::GROUPS : SHARE;
+    static constexpr int FOLDERS = L::TURNS_SHARED && !L::BYTES ? L::GROUPS : 1, MINE = (SHARE + FOLDERS - 1) / FOLDERS;
     struct Angles {
         typename Turning::Angles of[L::ROPE ? MINE : 1];
     };
-    __device__ __forceinline__ int begin() const { return L::TURNS_SHARED ? min(at.group * MINE, SHARE - MINE) : 0; }
+    __device__ __forceinline__ int begin() const { return FOLDERS > 1 ? min(at.group * MINE, SHARE - MINE) : 0; }
 
     // Once a head: asks for the angles that `fold` needs.
     __device__ __forceinline__ void ask(Angles& angles) const {

@@ -15,7 +15,17 @@ def report(unit: jit.Unit, arch: str) -> dict[str, jit.Resources]:
 
     In a process of its own: once NVRTC 13.0 has been asked for that, it optimizes less whatever comes then.
     """
-    return _process().submit(jit.report, unit, arch).result()
+    found = _process().submit(_report, unit, arch).result()
+    assert not isinstance(found, str), found
+    return found
+
+
+def _report(unit: jit.Unit, arch: str) -> dict[str, jit.Resources] | str:
+    """Or what the compiler says: its error would end both processes, as it cannot be sent."""
+    try:
+        return jit.report(unit, arch)
+    except jit.KernelError as error:
+        return str(error)
 
 
 @functools.cache
