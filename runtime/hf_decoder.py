@@ -90,7 +90,7 @@ class HFDecoder:
         kept = torch.tensor(ends, device=tokens.device) if ends else 1
         self._cache.reset()
         self._cache.relay = attend
-        stepping = self._layers.used() if self._layers and tokens.shape[1] == 1 else nullcontext()
+        stepping = self._layers.used(len(tokens)) if self._layers and tokens.shape[1] == 1 else nullcontext()
         try:
             with stepping:
                 out = cast(Any, self.model)(
@@ -120,19 +120,27 @@ class _CompiledLayers:
         self.compiled = [torch.compile(layer._call_impl) for layer in self.layers]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Within it the model runs them in place of its own."""
+    def used(self, b: int) -> Iterator[None]:
+        """Within it the model runs them in place of its own, for b sequences."""
         own = [layer._compiled_call_impl for layer in self.layers]
         for layer, compiled in zip(self.layers, self.compiled, strict=True):
             layer._compiled_call_impl = compiled
         try:
             # All layers run the same code: their numbers in the stack must not be constants of it. A sequence alone
             # multiplies matrices with vectors: inductor makes kernels of its own for these if it may tune them, which
-            # it does when they first run. Tuned so as an option of torch.compile they are slower. With PDL a kernel
-            # begins while the one before it ends (from compute capability 9.0 on).
+            # it does when they first run. Tuned so as an option of torch.compile they are slower. From one beginning
+            # alone the search ends at kernels that are up to 1.7 times as slow as from another; several batched
+            # sequences use cuBLAS, where there is nothing to search. With PDL a kernel begins while the one before it
+            # ends (from compute capability 9.0 on).
             with (
                 torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
-                torch._inductor.config.patch({"coordinate_descent_tuning": True, "triton.enable_pdl": True}),
+                torch._inductor.config.patch(
+                    {
+                        "coordinate_descent_tuning": True,
+                        "max_autotune_pointwise": b == 1,
+                        "triton.enable_pdl": True,
+                    }
+                ),
             ):
                 yield
         finally:
