@@ -47,7 +47,7 @@ struct Attend {
             await_predecessor();
             length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
         }
-        const Line<C> line(params, length, at.warp, at.lane, reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
+        const Line<C> line(params, length, at.warp, at.lane, known(), reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
         if (blockIdx.x >= line.blocks) return;
         const long long first = line.begin(blockIdx.x);
         long long base = 0;
@@ -59,39 +59,44 @@ struct Attend {
             base = end, length = next;
         }
         if (chunk) offset = numbers(params.offsets, chunk);
-        Walk walk{first, line.begin(blockIdx.x + 1), base, base, chunk, 0, line, length, offset};
-        for (; walk.chunk < params.b && walk.base < walk.last; walk.chunk += 32, walk.length = numbers(params.lengths, walk.chunk), walk.offset = numbers(params.offsets, walk.chunk)) {
+        Line<C>::open(known(), length, offset, at.warp, at.lane);
+        Walk walk{first, line.begin(blockIdx.x + 1), base, base, chunk, 0, line};
+        while (true) {
             for (walk.i = 0; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
-                const int tokens = __shfl_sync(~0u, walk.length, walk.i);
+                const int tokens = known().length[walk.i];
                 walk.next = walk.base + static_cast<long long>(L::units(tokens - params.m)) * walk.line.all_weights + static_cast<long long>(walk.line.rest) * params.h_kv;
                 if (walk.next > walk.first) {
-                    at.take(walk.chunk + walk.i, tokens, __shfl_sync(~0u, walk.offset, walk.i));
+                    at.take(walk.chunk + walk.i, tokens, known().offset[walk.i]);
                     heads(walk);
                 }
                 walk.base = walk.next;
             }
+            walk.chunk += 32;
+            if (walk.chunk >= params.b || walk.base >= walk.last) break;
+            __syncthreads();
+            Line<C>::open(known(), numbers(params.lengths, walk.chunk), numbers(params.offsets, walk.chunk), at.warp, at.lane);
         }
     }
+
+    __device__ __forceinline__ LineChunk& known() const { return *reinterpret_cast<LineChunk*>(at.shared + L::CHUNKS); }
 
     // Where a block is on the line, of which it has what lies from `first` to before `last`: at `base`, in the sequence that ends at `next`.
     struct Walk {
         long long first, last, base, next;
         int chunk, i;  // sequence i of the chunk
         Line<C> line;
-        int length, offset;  // of sequences, one a lane
-        static constexpr int OWN = 4;  // words of a lane's own, the last ones
     };
-    using ParkedWalk = Parked<Walk, Walk::OWN>;
+    using ParkedWalk = Parked<Walk>;
     using ParkedTask = Parked<Task>;
     static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
-    __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + at.warp * L::PARKED_BYTES; }
+    __device__ __forceinline__ unsigned char* parked() const { return at.shared + L::PARKED + rolled(at.warp) * L::PARKED_BYTES; }  // counted when it is needed
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
-        at.head = walk.line.head_at(walk.first - walk.base, at.units(), at.params.h_kv, at.lane);
-        walk.base += static_cast<long long>(at.units()) * walk.line.before_of(at.head) + static_cast<long long>(walk.line.rest) * at.head;
+        at.head = walk.line.head_at(known(), walk.first - walk.base, at.units(), at.params.h_kv, at.lane);
+        walk.base += static_cast<long long>(at.units()) * walk.line.before_of(known(), at.head) + static_cast<long long>(walk.line.rest) * at.head;
         for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
-            const int count = at.units(), weight = walk.line.weight_of(at.head);
+            const int count = at.units(), weight = walk.line.weight_of(known(), at.head);
             const long long next = walk.base + static_cast<long long>(count) * weight + walk.line.rest;
             auto unit = [&](long long x) {
                 const long long from = walk.line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - walk.base) * reciprocal(weight))) : x - walk.base;

@@ -126,6 +126,7 @@ struct BandTable {
     unsigned flip;
 
     __device__ __forceinline__ void fetch(const unsigned char* bands, int head) {
+        fetched = make_uint4(0u, 0u, 0u, 0u), flip = 0u;  // so that nobody keeps those of the last head meanwhile
         if (threadIdx.x >= PIECES) return;
         fetched = reinterpret_cast<const uint4*>(bands)[head * PIECES + threadIdx.x];
         const bool book = threadIdx.x % 2 == 0;  // the other half is width and start

@@ -29,6 +29,8 @@ struct Channels {
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
                 const int i = threadIdx.x + k * L::THREADS, channel = channel_at(i);
+                scale[k] = zero[k] = 0.f;  // so that nobody keeps those of the last head meanwhile
+                if constexpr (FROM_ZERO) origin[k] = 0.f;
                 if (i >= D) continue;
                 scale[k] = side.scale[head * D + channel], zero[k] = side.zero[head * D + channel];
                 if constexpr (FROM_ZERO) origin[k] = bands.origin(side.bands, head, KEY ? channel % (D / 2) / 16 : channel / 32);

@@ -40,6 +40,12 @@ struct Limits {
 };
 
 // C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
+// What all warps of a block read of the line (line.cuh): lengths and first positions of 32 sequences; where heads are weighed, what a unit of all heads
+// before one weighs.
+struct LineChunk {
+    int length[32], offset[32], before[32];
+};
+
 template <typename C>
 struct Layout {
     using K = typename C::Key;
@@ -140,8 +146,9 @@ struct Layout {
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
     static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
-    static constexpr int MOST_CHUNKS = 256, CHUNKS = (TOTAL + 3 * ROWS * 4 + 15) / 16 * 16;  // s64 [MOST_CHUNKS + 1], of warps alone: 32 sequences each
-    static constexpr int PARKED = CHUNKS + (ALONE ? MOST_CHUNKS * 8 + 16 : 0), PARKED_BYTES = 128;  // [WARPS]: what the loop over pages does not need
+    // A chunk is 32 sequences. Of warps alone where each begins, s64 [MOST_CHUNKS + 1]; else what is known of one, and of 32 heads: LineChunk.
+    static constexpr int MOST_CHUNKS = 256, CHUNKS = (TOTAL + 3 * ROWS * 4 + 15) / 16 * 16;
+    static constexpr int PARKED = CHUNKS + (ALONE ? MOST_CHUNKS * 8 + 16 : static_cast<int>(sizeof(LineChunk))), PARKED_BYTES = 128;  // [WARPS]: what the loop over pages does not need
     // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
     static constexpr int CORRECTIONS = (PARKED + WARPS * PARKED_BYTES + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
     static constexpr int BYTE_TABLES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);

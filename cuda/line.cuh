@@ -27,11 +27,10 @@ struct Line {
     int blocks, rest;      // blocks that take part; what stands for the other tokens of a head
     int all_weights;       // of a unit of all heads
     int weighed;
-    int weight, before;    // of a unit of head `lane`, and of all heads before it: they come last, for only they differ among lanes
 
-    // All threads of a block, one barrier if pages are weighed. length: of sequence `lane`, 0 if there is none. memory: shared, int [WARPS][HEADS] for a
-    // moment.
-    __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, int* memory) : all_weights(params.h_kv), weight(1), before(0) {
+    // All threads of a block, one barrier if pages are weighed; `open` follows. length: of sequence `lane`, 0 if there is none. known, memory: shared, the latter
+    // int [WARPS][HEADS] for a moment.
+    __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, LineChunk& known, int* memory) : all_weights(params.h_kv) {
         // What does not depend on lengths, while they are on their way.
         const int h_kv = params.h_kv;
         const long long heads = static_cast<long long>(params.b) * h_kv;
@@ -50,16 +49,22 @@ struct Line {
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
         blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? of_aligned : of_all;
         weighed = OUTLIERS && !fewer && heads <= grid && h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
-        if (weighed) weigh(params, warp, lane, memory);
+        if (weighed) weigh(params, warp, lane, known, memory);
         total = units * all_weights + heads * rest;
     }
 
     // Units of a head of a sequence.
     static __device__ __forceinline__ int packed(const AttendParams& params, int sequence) { return L::units(params.lengths[sequence] - params.m); }
 
+    // Lets all warps know a chunk's sequences, one a lane. All threads, of whom nobody reads those of the last chunk any more; ends with a barrier.
+    static __device__ __forceinline__ void open(LineChunk& known, int length, int offset, int warp, int lane) {
+        if (warp == 0) known.length[lane] = length, known.offset[lane] = offset;
+        __syncthreads();
+    }
+
     // Of a unit of a head, and of all heads before it.
-    __device__ __forceinline__ int weight_of(int head) const { return weighed ? __shfl_sync(~0u, weight, head) : 1; }
-    __device__ __forceinline__ int before_of(int head) const { return weighed ? __shfl_sync(~0u, before, head) : head; }
+    __device__ __forceinline__ int weight_of(const LineChunk& known, int head) const { return weighed ? (head + 1 < HEADS ? known.before[head + 1] : all_weights) - known.before[head] : 1; }
+    __device__ __forceinline__ int before_of(const LineChunk& known, int head) const { return weighed ? known.before[head] : head; }
 
     // Where a block's stretch of the line begins. All blocks find the same; where lines are aligned, exactly where a head begins.
     __device__ __forceinline__ long long begin(int block) const {
@@ -68,13 +73,13 @@ struct Line {
     }
 
     // The last head of a sequence with `count` units that does not begin behind `x`, counted from where the sequence begins.
-    __device__ __forceinline__ int head_at(long long x, int count, int h_kv, int lane) const {
+    __device__ __forceinline__ int head_at(const LineChunk& known, long long x, int count, int h_kv, int lane) const {
         if (!weighed) return x <= 0 ? 0 : min(h_kv - 1, static_cast<int>(static_cast<double>(x) * reciprocal(count + rest) + 1e-9));
-        const bool begun = lane < h_kv && static_cast<long long>(count) * before + static_cast<long long>(rest) * lane <= x;
+        const bool begun = lane < h_kv && static_cast<long long>(count) * known.before[lane] + static_cast<long long>(rest) * lane <= x;
         return max(0, __popc(__ballot_sync(~0u, begun)) - 1);
     }
 
-    __device__ __forceinline__ void weigh(const AttendParams& params, int warp, int lane, int* memory) {
+    __device__ __forceinline__ void weigh(const AttendParams& params, int warp, int lane, LineChunk& known, int* memory) {
         const int h_kv = params.h_kv;
         int rounds = 0, looked = 0;  // of head `lane`; the same for all
 #pragma unroll
@@ -89,15 +94,15 @@ struct Line {
         int sum = 0;
 #pragma unroll
         for (int w = 0; w < L::WARPS; ++w) sum += memory[w * HEADS + lane];
-        weight = lane < h_kv ? max(sum, 1) : 0;
-        before = weight;
+        const int weight = lane < h_kv ? max(sum, 1) : 0;
+        int before = weight;
 #pragma unroll
         for (int far = 1; far < 32; far *= 2) {
             const int others = __shfl_up_sync(~0u, before, far);
             before += lane >= far ? others : 0;
         }
         all_weights = __shfl_sync(~0u, before, 31);
-        before -= weight;
+        if (warp == 0) known.before[lane] = before - weight;  // of lanes that have no head: all of them
         rest *= all_weights / h_kv;
     }
 

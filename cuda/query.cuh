@@ -38,7 +38,7 @@ struct Query {
             const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D;
             fetched[k] = Model();
             if (i < ROWS * D && row < params.g * params.m) {
-                const long long from = at.sequence * params.q_sequence + row / params.g * params.q_token + (at.head * params.g + row % params.g) * params.q_head + i % D;
+                const long long from = at.sequence * params.q_sequence + row / params.g * params.q_token + (at.head * params.g + row % params.g) * params.q_head + static_cast<unsigned>(i) % D;
                 fetched[k] = static_cast<const Model*>(params.q)[from];
             }
         }

@@ -69,6 +69,11 @@ def test_no_races_where_heads_are_weighed(monkeypatch):
     assert races(case(with_outliers(0.02), 2, d=64), WEIGHED, monkeypatch) == 0
 
 
+def test_no_races_of_more_sequences_than_lanes(monkeypatch):
+    """Blocks go on from one chunk of them to the next."""
+    assert races(case(kivi(2), 2), [1, 66, 5, 130, 64, 3, 200] * 10, monkeypatch) == 0
+
+
 @pytest.mark.parametrize(
     ("formats", "g"),
     [(with_outliers(0.02), 1), (kvquant(2), 1), (BANDED, 1), (kvquant(2), 4), (kivi(2), 4)],
