@@ -167,12 +167,9 @@ def compressed(decoder: HFDecoder, shape: str, name: str, b: int, n: int, second
     fill(kv, n - 1)
     fill_s = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
-    step = steps.step(b, n)
-    assert step.graph is not None
-    kv.take_step(range(b))
-    step.run([(1, n)] * b)
-    us = median_us(step.graph, seconds)
-    assert torch.isfinite(step.logits).all(), f"{shape} {name}: logits have NaN"
+    graph, logits = step_at(steps, kv, n)
+    us = median_us(graph, seconds)
+    assert torch.isfinite(logits).all(), f"{shape} {name}: logits have NaN"
     loop_us = loop(decoder, steps, b)
     kv.check()
     geometry = bundle.geometry
@@ -194,6 +191,16 @@ def fill(kv: KVCache, n: int) -> None:
     for i in range(1, kv.b):
         repeat(kv, i)
     torch.cuda.synchronize()
+
+
+def step_at(steps: DeviceSteps, kv: KVCache, n: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The captured step whose token is number n of every sequence of a cache that holds those before, run once, and
+    where it leaves its logits."""
+    step = steps.step(kv.b, n)
+    assert step.graph is not None
+    kv.take_step(range(kv.b))
+    step.run([(1, n)] * kv.b)
+    return step.graph, step.logits
 
 
 def repeat(kv: KVCache, sequence: int) -> None:

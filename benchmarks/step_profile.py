@@ -11,6 +11,7 @@ its choices differ by.
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.commands import command, require_gpu
-from benchmarks.decode_model import MODELS, SHORT, bundle_of, fill, formats_of, fresh_peak, median_us, model_of
+from benchmarks.decode_model import MODELS, SHORT, bundle_of, fill, formats_of, fresh_peak, median_us, model_of, step_at
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -73,11 +74,7 @@ def step_of(decoder: HFDecoder, name: str, b: int, n: int) -> tuple[torch.cuda.C
     kv = KVCache(bundle_of(decoder, name), b, n + 64, torch.float16, "cuda", prompt=n - 1)
     steps = DeviceSteps(decoder, kv, [b])
     fill(kv, n - 1)
-    step = steps.step(b, n)
-    assert step.graph is not None
-    kv.take_step(range(b))
-    step.run([(1, n)] * b)
-    return step.graph, steps
+    return step_at(steps, kv, n)[0], steps
 
 
 def show(title: str, step_us: float, kernels: list[Kernel]) -> None:
@@ -104,12 +101,12 @@ def main() -> None:
     for title in args.steps:
         shape, _, name = title.partition(":")
         model, _, size = shape.partition("@")
-        if model not in MODELS or not name or size.count("x") != 1:
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
+        if model not in MODELS or not name or not found:
             raise SystemExit(f"step {title}: MODEL@BATCHxTOKENS:FORMAT, of the models {', '.join(MODELS)}")
         if name != "fp16":
             formats_of(name, args.layers)
-        b, n = (int(x) for x in size.split("x"))
-        asked.append((title, model, name, b, n))
+        asked.append((title, model, name, int(found[1]), int(found[2])))
     rows: list[dict[str, Any]] = []
     for title, model, name, b, n in asked:
         plain = model_of(model, args.layers, 1 << 20).model

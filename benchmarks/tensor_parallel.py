@@ -25,7 +25,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from benchmarks.decode_attention import FORMATS
-from benchmarks.decode_model import LOOP, MODELS, SHORT, bundle_of, fill, loop
+from benchmarks.decode_model import LOOP, MODELS, SHORT, bundle_of, fill, loop, step_at
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -97,12 +97,9 @@ def measured(decoder: HFDecoder, name: str, b: int, n: int, count: int) -> Row:
         held, predicted = torch.cuda.memory_allocated() - weights, b * bundle.geometry.cache_bytes(most, 2, n - 1)
         steps = DeviceSteps(decoder, kv, [b])
         fill(kv, n - 1)
-        step = steps.step(b, n)
-        assert step.graph is not None
-        kv.take_step(range(b))
-        step.run([(1, n)] * b)
-        step_us = median_us(step.graph.replay, count)
-        assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
+        graph, logits = step_at(steps, kv, n)
+        step_us = median_us(graph.replay, count)
+        assert torch.isfinite(logits).all(), f"{name}: logits have NaN"
         loop_us = loop(decoder, steps, b)
         kv.check()
     slowest = [max(times) for times in zip(*everyones((step_us, loop_us)), strict=True)]
