@@ -14,6 +14,7 @@ from artifacts.errors import UnsupportedModelError
 from runtime.decoding import Attend
 from runtime.hf import AttendingCache
 from runtime.hf_model import share_of, tensor_mesh, text_config, with_cache
+from runtime.inductor import compiling
 
 
 class _Relay(AttendingCache):
@@ -126,22 +127,7 @@ class _CompiledLayers:
         for layer, compiled in zip(self.layers, self.compiled, strict=True):
             layer._compiled_call_impl = compiled
         try:
-            # All layers run the same code: their numbers in the stack must not be constants of it. A sequence alone
-            # multiplies matrices with vectors: inductor makes kernels of its own for these if it may tune them, which
-            # it does when they first run. Tuned so as an option of torch.compile they are slower. From one beginning
-            # alone the search ends at kernels that are up to 1.7 times as slow as from another; several batched
-            # sequences use cuBLAS, where there is nothing to search. With PDL a kernel begins while the one before it
-            # ends (from compute capability 9.0 on).
-            with (
-                torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
-                torch._inductor.config.patch(
-                    {
-                        "coordinate_descent_tuning": True,
-                        "max_autotune_pointwise": b == 1,
-                        "triton.enable_pdl": True,
-                    }
-                ),
-            ):
+            with compiling(b):
                 yield
         finally:
             for layer, before in zip(self.layers, own, strict=True):
