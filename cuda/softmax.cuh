@@ -194,7 +194,6 @@ struct Softmax {
         }
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
-            __syncwarp();  // whole warps, or racecheck does not see that the barrier orders what they leave: one lane wrote totals
             leave_output(weights, first);
             __syncthreads();
             const float* outputs = at.floats(L::RING);
