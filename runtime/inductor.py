@@ -37,6 +37,7 @@ def kernel_ms(launch: Callable[[], object], **asked: object) -> float:
 
     Inductor's own is the least of some times, each behind zeros written to as many bytes as the L2 cache has. What of
     these waits to be written back, and which of the operands are still in the cache, decides which time is least.
+    That steps are shorter for it has not been shown.
     """
     launch()
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
