@@ -203,8 +203,7 @@ class DeviceSteps:
     must be empty: they decode a token 0 that nobody sees. Where the kernels deal out the work of short sequences in
     another way, steps of short sequences are others.
 
-    sizes    of batches; sequences behind the largest are in no step. To be made while the cache is empty: trying a
-             graph writes
+    sizes    of batches; sequences behind the largest are in no step
     capture  False runs the same launches one by one
     """
 
@@ -212,8 +211,6 @@ class DeviceSteps:
     ahead = 1
 
     def __init__(self, decoder: Decoder, kv: KVCache, sizes: Sequence[int], capture: bool = True):
-        if any(kv.lengths):
-            raise ValueError("steps are captured before the cache is filled")
         if kv.room.max_tokens is None:
             raise ValueError(
                 "a captured step cannot follow a cache that grows: say the most that it holds (max_tokens=)"
@@ -222,7 +219,7 @@ class DeviceSteps:
         self.steps: dict[tuple[int, int], DeviceStep] = {}  # by sequences, and tokens of each at most
         self._kept = torch.zeros(kv.b, dtype=torch.int64, device=decoder.device)
         self._rows: tuple[list[int], Tensor] = [], self._kept  # the last sequences, and where the device has them
-        inputs = kv.step_inputs(kv.b)
+        inputs = kv.step_inputs(kv.b)  # of nobody yet: while a graph is tried, what the cache holds stays as it is
         pool = torch.cuda.graph_pool_handle() if capture else None
         kv.packers.reserve(max(sizes))
         self.packing: dict[int, DevicePacking] = {}  # by sequences

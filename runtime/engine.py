@@ -28,9 +28,10 @@ from torch import Tensor
 from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
-from runtime.decoding import Decoder, Prompt, Prompts, steps_of
+from runtime.decoding import Decoder, DeviceSteps, HostSteps, Prompt, Prompts, steps_of
 from runtime.requests import Generation, Prefix, Reason, RequestError
 from runtime.sampling import NONE, Sampling, choose
+from runtime.side import has_kernels
 from runtime.transfer import Arriving
 
 TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
@@ -61,7 +62,7 @@ class Engine:
     chunk       tokens of prompts that are processed between two decode steps; None: a whole prompt, or several that
                 have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
                 it is complete
-    capture     on the GPU, decode steps as CUDA graphs
+    capture     on the GPU, decode steps as CUDA graphs; see `prepare`
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
     another model.
@@ -91,7 +92,9 @@ class Engine:
         # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
         self.kv = KVCache(bundle, sequences + prefixes, max_tokens, decoder.dtype, decoder.device, budget=budget)
         self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
-        self.steps = steps_of(decoder, self.kv, capture, sequences)
+        self._capture = capture
+        # On the CPU there is nothing to wait for.
+        self._steps = None if has_kernels(decoder.device) else steps_of(decoder, self.kv, capture, sequences)
         self.waiting: deque[Generation | Prefix] = deque()
         self.running: dict[int, Generation] = {}  # by sequence, the prompt complete
         self.prompt: tuple[Generation | Prefix, Prompt] | None = None
@@ -183,30 +186,51 @@ class Engine:
         were before it: step again, or cancel some first. Tokens of a step that was queued before come with the next one
         that does not fail.
         """
+        begun = self._steps is not None or bool(self.running)
         self._served += self._advance_prompt()
-        try:
-            self._served += self._decode()
-        except (SignpostError, ValueError):
-            if not self.steps.any_of_them or self.decoder.ranks > 1:
-                raise
-            self._served += self._decode_one_by_one()
+        if begun:  # who gets the first of all tokens hears of it before steps are prepared
+            self._decode()
         served, self._served = self._served, []
         return served
 
-    def _decode(self) -> list[Generation]:
+    def prepare(self) -> HostSteps | DeviceSteps:
+        """The decode steps. The first call waits for the compiler, where kernels are missing, and captures graphs.
+
+        The first step that decodes does so if nobody has, and lets requests wait for it; so a server calls this before
+        they come. Raises KernelError, and torch.OutOfMemoryError for want of memory for the graphs; requests stay.
+        """
+        if self._steps is None:
+            self._steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)
+        return self._steps
+
+    def _decode(self) -> None:
+        """A step for all that run, or where it cannot be done together and can apart, one for each."""
+        if not self.running:
+            return
+        steps = self.prepare()
+        try:
+            self._served += self._decode_together(steps)
+        except (SignpostError, ValueError):
+            if not steps.any_of_them or self.decoder.ranks > 1:
+                raise
+            self._served += self._decode_one_by_one(steps)
+
+    def _decode_together(self, steps: HostSteps | DeviceSteps) -> list[Generation]:
         """Queues a step of all that run and takes the tokens that have come by then; returns as `step`.
 
         Where queueing fails, nothing has changed.
         """
         ahead = Counter(request for flight in self._flights for request in flight.requests)
         going = {i: r for i, r in self.running.items() if len(r.tokens) + ahead[r] < r.max_new_tokens}
-        if going and len(self._flights) <= self.steps.ahead:
-            self._queue(going, ahead)
-        if len(self._flights) > (self.steps.ahead if going else 0):
+        if going and len(self._flights) <= steps.ahead:
+            self._queue(steps, going, ahead)
+        if len(self._flights) > (steps.ahead if going else 0):
             return self._land()
         return []
 
-    def _queue(self, going: dict[int, Generation], ahead: Mapping[Generation, int]) -> None:
+    def _queue(
+        self, steps: HostSteps | DeviceSteps, going: dict[int, Generation], ahead: Mapping[Generation, int]
+    ) -> None:
         """A step of these requests, by sequence; where that fails, nothing has changed.
 
         ahead: steps that are queued for each already
@@ -214,10 +238,10 @@ class Engine:
         requests, sequences = list(going.values()), list(going)
         known = {i: None if ahead[request] else request.tokens[-1] for i, request in going.items()}
         if self._flights:  # the step before says what these go on with
-            self.steps.keep(self._flights[-1].sequences, self._flights[-1].chosen)
+            steps.keep(self._flights[-1].sequences, self._flights[-1].chosen)
         try:
             with self.kv.transaction(sequences):
-                chosen = self._choose(self.steps.run(known), requests)
+                chosen = self._choose(steps.run(known), requests)
                 flight = _Flight(requests, sequences, chosen, Arriving(chosen))
         except BaseException:
             for request in requests:
@@ -234,12 +258,12 @@ class Engine:
             self._take(request, token)
         return [request for request, _ in taking]
 
-    def _decode_one_by_one(self) -> list[Generation]:
+    def _decode_one_by_one(self, steps: HostSteps | DeviceSteps) -> list[Generation]:
         """A token for every running request but those whose numbers cannot be packed: these end."""
         requests = dict(self.running)
         for i, request in requests.items():
             try:
-                self._queue({i: request}, Counter())
+                self._queue(steps, {i: request}, Counter())
                 self._land()
             except (SignpostError, ValueError) as error:
                 self._fail(request, error)

@@ -21,12 +21,13 @@ from runtime.units import Sharing
 class StepInputs:
     """Lengths and positions of the first `b` of a cache's sequences, on the device.
 
-    lengths  int32 [b], cached tokens with the step's own
+    lengths  int32 [b], cached tokens with the step's own; 0: a sequence of nobody, of which a step neither reads nor
+             writes anything
     offsets  int32 [b], position of token 0
     """
 
     def __init__(self, b: int, device: torch.device):
-        self.lengths = torch.ones(b, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(b, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(b, dtype=torch.int32, device=device)
 
     def first(self, b: int) -> Self:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import runtime.cache
 import runtime.decoding
+import runtime.engine
 import runtime.side
 import runtime.step
 import runtime.units
@@ -128,7 +129,7 @@ class Step:
         for i, n in enumerate(self.lengths.tolist()):
             for codec, side, x in zip(self.kernels.sides, self.sides, (k, v), strict=True):
                 assert x.dtype == side.window.dtype
-                for token in range(n - self.m, n):
+                for token in range(max(0, n - self.m), n):  # of a sequence of nobody: none
                     behind, new = token - codec.geometry.format.window.sinks, x[i, :, token - n + self.m]
                     if behind < 0:
                         side.sinks[i, token] = new
@@ -138,6 +139,8 @@ class Step:
     def run(self, q: Tensor, out: Tensor, follows: bool = False) -> None:
         assert not follows or Step.newest is self, "something else was launched behind `write`"
         for i, n in enumerate(self.lengths.tolist()):
+            if n == 0:
+                continue  # a sequence of nobody
             keys, values = (
                 self._tokens(codec, side, i, n).transpose(0, 1).numpy()
                 for codec, side in zip(self.kernels.sides, self.sides, strict=True)
@@ -174,5 +177,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
     monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
-    for module in (runtime.side, runtime.cache, runtime.decoding):
+    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

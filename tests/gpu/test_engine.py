@@ -53,6 +53,23 @@ def test_behind_a_prefix(bundle) -> None:
     assert firsts[0] == firsts[1]
 
 
+@pytest.mark.parametrize("formats", [kvquant(3, t=64), kivi(2, t=64, recent=5), kvquant(4, t=32)], ids=str)
+def test_steps_captured_beside_what_the_cache_holds(formats) -> None:
+    """A graph runs once before it is captured; as bytes, that changes nothing of any sequence."""
+    bundle = bundle_for(MODEL, formats)
+    decoder = HFDecoder(copy.deepcopy(MODEL).to("cuda", torch.float16))
+    found = []
+    for late in (False, True):
+        kv = KVCache(bundle, 3, 300, torch.float16, "cuda")
+        steps = None if late else DeviceSteps(decoder, kv, [1, 2, 3])
+        for i, n in enumerate((1, 190, 66)):
+            Prompt(decoder, kv, i, prompt(n, n), None).advance()
+        steps = steps or DeviceSteps(decoder, kv, [1, 2, 3])
+        found.append(torch.stack([steps.run(dict.fromkeys(range(3), 7 + token)).clone() for token in range(70)]))
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("b", [1, 3])
 def test_compiled_layers_are_those_of_the_model(b) -> None:
     """Steps of compiled layers, whose kernels begin before those before them have ended, captured and repeated."""

@@ -266,6 +266,7 @@ def test_device_steps_that_fail_are_raised(monkeypatch):
     monkeypatch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: None)
     fault = Fault(monkeypatch, (LayerStep, "run"), error=ValueError("broken"))
     engine = engine_for(BUNDLES["kvquant"], capture=False)
+    engine.prepare()
     request = engine.submit(prompt(9), 10)
     engine.step()
     short = engine.submit(prompt(9), 1)
@@ -276,6 +277,23 @@ def test_device_steps_that_fail_are_raised(monkeypatch):
     assert engine.step() == [short, request]  # told late, but told
     engine.run()
     assert (request.reason, len(request.tokens)) == ("length", 10)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("somebody else took it"), KernelError("no compiler")])
+def test_device_steps_that_cannot_be_prepared(error, monkeypatch):
+    """Requests have their first tokens and wait; when it can be done, they go on."""
+    stand_in(monkeypatch)
+    fault = Fault(monkeypatch, (runtime.engine, "steps_of"), error=error)
+    engine = engine_for(BUNDLES["kvquant"], capture=False)
+    requests = [engine.submit(prompt(n, n), 10) for n in (9, 70)]
+    assert engine.step() == requests
+    fault.set(0)
+    with pytest.raises(type(error), match=str(error)):
+        engine.step()
+    assert [len(request.tokens) for request in requests] == [1, 1]
+    engine.run()
+    monkeypatch.undo()
+    assert [r.tokens for r in requests] == [generated(BUNDLES["kvquant"], prompt(n, n), 10) for n in (9, 70)]
 
 
 @every_bundle

@@ -146,7 +146,7 @@ def test_device_steps_leave_prefixes_alone(name, chunk, monkeypatch):
     """Steps write into sequences that take no part; neither a prefix nor a prompt half way behind one is there."""
     stand_in(monkeypatch)
     engine = engine_for(name, chunk=chunk, capture=False, prefixes=2)
-    assert sorted(engine.steps.steps) == [(1, 200), (2, 200), (3, 200)]
+    assert sorted(engine.prepare().steps) == [(1, 200), (2, 200), (3, 200)]
     first, second = engine.prefix(prompt(75)), engine.prefix(prompt(20, 2))
     alone = engine.submit(prompt(5, 5), 45)
     for _ in range(20):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import runtime.decoding
+import runtime.engine
 from runtime import Engine, KVCache, RequestError, Sampling
 from runtime.decoding import HostSteps, Prompt, greedy, steps_of
 from runtime.hf_decoder import HFDecoder
@@ -31,6 +32,7 @@ def left(engine):
 def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_taken(bundle, monkeypatch):
     stand_in(monkeypatch)
     engine = engine_for(bundle)
+    engine.prepare()
     request = engine.submit(prompt(9), 4)
     said = [(engine.step(), list(request.tokens), engine.kv.lengths[0]) for _ in range(4)]
     assert [len(tokens) for _, tokens, _ in said] == [1, 2, 3, 4]  # the prompt's; then each step lands one
@@ -39,6 +41,24 @@ def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_taken(bundle, 
     assert engine.idle
     monkeypatch.undo()
     assert request.tokens == generated(bundle, prompt(9), 4)
+
+
+def test_the_first_token_does_not_wait_for_steps(monkeypatch):
+    """Who runs already does not wait for others' prompts."""
+    stand_in(monkeypatch)
+    made, engine = [], engine_for(BUNDLES["kivi"])
+    monkeypatch.setattr(runtime.engine, "steps_of", lambda *given: made.append(given) or steps_of(*given))
+    first = engine.submit(prompt(9), 4)
+    assert (engine.step(), made) == ([first], [])
+    second = engine.submit(prompt(90, 1), 4)
+    assert engine.step() == [second]  # and a step of both is queued
+    assert len(made) == 1
+    engine.run()
+    assert engine.prepare() is engine.prepare()
+    assert len(made) == 1
+    monkeypatch.undo()
+    assert first.tokens == generated(BUNDLES["kivi"], prompt(9), 4)
+    assert second.tokens == generated(BUNDLES["kivi"], prompt(90, 1), 4)
 
 
 @every_bundle
