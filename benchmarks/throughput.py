@@ -34,6 +34,7 @@ from runtime.dense import DenseCache
 from runtime.engine import PADDED, TOGETHER
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
+from runtime.intake import Intake
 
 PROMPTS = 3  # whose median time counts
 
@@ -128,19 +129,18 @@ def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[]
     tokens = prompts(decoder, some, m)
     positions = torch.arange(m, device=decoder.device).expand(some, -1)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        out = kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-        if some == 1:
-            kv.layers[layer].append(0, k[0], v[0])
-        else:
-            kv.layers[layer].append_prompts(range(some), k, v, [m] * some)
-        return out
-
     def prompt() -> None:
         for i in range(some):
             kv.release(i)
+        intake = Intake(kv, range(some), [m] * some)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+            intake.give(layer, k, v)
+            return kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
+
         with kv.checked_once():
             decoder.forward(tokens, positions, attend)
+            intake.finish()
 
     return prompt
 

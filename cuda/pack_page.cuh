@@ -45,7 +45,7 @@ struct PackParams {
     const int* table;      // page ids [b][table_stride]
     const int* lengths;    // [b] cached tokens, new ones included: the page that has just filled is packed, if one has; or null
     const int* offsets;    // [b] position of token 0; null: 0
-    const int* rows;       // [b] where a sequence's tokens are in ring, with lengths; null: as sequences come
+    const int* rows;       // [b] which of the sequences of ring or prompt each one is; null: as sequences come
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]

@@ -27,7 +27,7 @@ from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
-from runtime.step import LayerStep, StepInputs, StepPackers
+from runtime.step import LayerStep, SidePackers, StepInputs
 from runtime.units import Sharing, require_kernels, spans, units
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
@@ -88,18 +88,6 @@ class LayerCache(CacheLayer):
         self.key.append(i, k, n)
         self.value.append(i, v, n)
         self.offsets[i], self.lengths[i] = offset, n + k.shape[0]
-
-    def append_prompts(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: Sequence[int]) -> None:
-        """As `CacheLayer.append_prompts`; on a GPU all are packed at once, and numbers that cannot be packed are told
-        by `KVCache.checked_once`."""
-        if not has_kernels(self.device):
-            super().append_prompts(sequences, k, v, counts)
-            return
-        self.room.take(dict(zip(sequences, counts, strict=True)))
-        for side, x in ((self.key, k), (self.value, v)):
-            side.pack_prompts(self.room.prompt_rows(side.format, sequences, counts), x.transpose(1, 2))
-        for i, n in zip(sequences, counts, strict=True):
-            self.offsets[i], self.lengths[i] = 0, n
 
     def step(self, h_q: int) -> LayerStep:
         """The kernels of a decode step on the GPU, loaded once."""
@@ -282,11 +270,12 @@ class KVCache:
             else ExactLayer(bundle, layer, self.room, dtype)
             for layer, formats in enumerate(bundle.layers)
         ]  # fmt: skip
-        self._packers: StepPackers | None = None
+        self._packers: SidePackers | None = None
+        self._prompt_packers: SidePackers | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied cache loads its kernels anew: these look at the memory of this one."""
-        return self.__dict__ | {"_packers": None}
+        return self.__dict__ | {"_packers": None, "_prompt_packers": None}
 
     def __iter__(self) -> Iterator[LayerCache | ExactLayer]:
         return iter(self.layers)
@@ -409,11 +398,19 @@ class KVCache:
         return StepInputs(b, self.room.device)
 
     @property
-    def packers(self) -> StepPackers:
+    def packers(self) -> SidePackers:
         """What packs pages behind a device step of all layers; loads kernels."""
         if self._packers is None:
-            self._packers = StepPackers(self.room.sides)
+            self._packers = SidePackers(self.room.sides)
         return self._packers
+
+    @property
+    def prompt_packers(self) -> SidePackers:
+        """What packs prompts, several layers at a time (`runtime.intake`); loads kernels. What these meet is told apart
+        from what those of steps do, which may be queued."""
+        if self._prompt_packers is None:
+            self._prompt_packers = SidePackers(self.room.sides)
+        return self._prompt_packers
 
     def check(self) -> None:
         """Waits for the device and raises KernelError where a kernel met numbers that it cannot pack."""
@@ -421,8 +418,9 @@ class KVCache:
 
     @property
     def _loaded_packers(self) -> list[Packer]:
-        """Of sides; those of steps are others."""
-        return [side.loaded_packer for side in self.room.sides if side.loaded_packer]
+        """Of prompts and of single sides; those of steps are others."""
+        together = self._prompt_packers.packers if self._prompt_packers else []
+        return together + [side.loaded_packer for side in self.room.sides if side.loaded_packer]
 
     @contextmanager
     def checked_once(self) -> Iterator[None]:
@@ -438,5 +436,4 @@ class KVCache:
             raise
         finally:
             self.room.checks = True
-            self.room.forget_prompts()
         check_all(self._loaded_packers)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from artifacts import Bundle, Split
 from runtime.cache import KVCache
+from runtime.intake import Intake
 from runtime.side import has_kernels
 from runtime.step import StepInputs
 from runtime.transfer import Arriving, to_device
@@ -83,6 +84,7 @@ class Prompt:
         self.decoder, self.kv, self.sequence, self.tokens, self.done = decoder, kv, sequence, list(tokens), 0
         self.source, self.start = source, 0 if source is None else kv.lengths[source]
         self.chunk = len(tokens) if chunk is None else min(chunk, len(tokens))
+        self._intake = Intake(kv, [sequence], [len(tokens)]) if source is None else None
         self._dense: list[tuple[Tensor, Tensor]] = []
         if self.chunk < len(tokens):
             model = kv.bundle.model
@@ -115,8 +117,10 @@ class Prompt:
                 return None
             if self._dense:
                 self._fork()
-            for layer, (k, v) in zip(self.kv, self._dense, strict=False):
-                layer.append(self.sequence, k[0], v[0])
+            for layer, numbers in enumerate(self._dense):
+                self._keep(layer, *numbers)
+            if self._intake:
+                self._intake.finish()
         self._dense = []
         return logits[0]
 
@@ -128,8 +132,14 @@ class Prompt:
         if self.source is not None:
             return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, [self.sequence])
         out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-        self.kv.layers[layer].append(self.sequence, k[0], v[0])
+        self._keep(layer, k, v)
         return out
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._intake:
+            self._intake.give(layer, k, v)
+        else:
+            self.kv.layers[layer].append(self.sequence, k[0], v[0])
 
     def _in_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         end = self.done + k.shape[2]
@@ -153,17 +163,19 @@ class Prompts:
     def advance(self) -> Tensor:
         """Logits [prompts, vocabulary] behind each of them. Raises as `Prompt.advance`: release the sequences."""
         counts = [len(prompt) for prompt in self.prompts]
-        longest = max(counts)
+        longest, intake = max(counts), Intake(self.kv, self.sequences, counts)
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts])
         positions = torch.arange(longest, device=self.decoder.device).expand(len(counts), -1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
             out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-            self.kv.layers[layer].append_prompts(self.sequences, k, v, counts)
+            intake.give(layer, k, v)
             return out
 
         with self.kv.checked_once():
-            return self.decoder.forward(tokens.to(self.decoder.device), positions, attend, [n - 1 for n in counts])
+            logits = self.decoder.forward(tokens.to(self.decoder.device), positions, attend, [n - 1 for n in counts])
+            intake.finish()
+        return logits
 
 
 class HostSteps:
@@ -314,7 +326,7 @@ class DevicePacking:
             self.graph.replay()
 
     def _pack(self) -> None:
-        self.kv.packers.run(self.inputs, self.rows)
+        self.kv.packers.step(self.inputs, self.rows)
 
 
 def captured(work: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:

@@ -68,8 +68,8 @@ def _rope_of(geometry: PageGeometry, rotation: Rotation | None) -> Rope | None:
 class Packer:
     """Packs pages of one side of a layer, or of several layers with the same format and shape.
 
-    Makes its tables and kernels once; `prompt` and `step` only launch. codecs: of the layers, on a CUDA device.
-    rotation: of the model, for keys stored before RoPE, or None. dtype: of the numbers. name: of the unit.
+    Makes its tables and kernels once; `prompt`, `prompts` and `step` only launch. codecs: of the layers, on a CUDA
+    device. rotation: of the model, for keys stored before RoPE, or None. dtype: of the numbers. name: of the unit.
 
     With SIGNPOST_DEBUG=1 every call checks page ids before it launches and waits for what the kernel reports, so that
     an error is raised where it was made; nothing can be captured then.
@@ -146,13 +146,45 @@ class Packer:
             raise KernelError(
                 f"page {first_page} begins at token {oldest}, before the first given one ({first_token}): pass the ring"
             )
-        b = table.shape[0]
         if self._debug:
             check_ids(table[:, first_page : first_page + pages], first_page, pool.capacity)
+        self._pack_prompts([params], table.shape[0], first_page, pages)
+
+    def prompts(
+        self,
+        layers: Sequence[int],
+        pools: Sequence[PagePool],
+        table: Tensor,
+        numbers: Sequence[Tensor],
+        pages: int,
+        offsets: Tensor | None = None,
+        segments: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        """As `prompt`, from page and token 0 on, in several layers, LAYERS_AT_ONCE in a launch where that takes no work
+        space.
+
+        layers: numbers of the codecs; pools, numbers: of each of these. rows: int32 [b], which row of the numbers each
+        sequence of the tables has; None: in their order.
+        """
+        if self._debug:
+            check_ids(table[:, :pages], 0, min(pool.capacity for pool in pools))
+        made = []
+        for layer, pool, x in zip(layers, pools, numbers, strict=True):
+            params = self._bound(layer, pool, table, offsets, segments)
+            params.prompt, params.prompt_first = source(self._checked(x)), 0
+            params.rows = None if rows is None else _int32(rows, "rows")
+            made.append(params)
+        together = 1 if self._factors or self.plan.workspace else self.at_once
+        for first in range(0, len(made), together):
+            self._pack_prompts(made[first : first + together], table.shape[0], 0, pages)
+
+    def _pack_prompts(self, layers: Sequence[Params], b: int, first_page: int, pages: int) -> None:
         at_once = SEGMENT_PAGES * self._factors.fit(b, SEGMENT_PAGES) if self._factors else max(pages, 1)
         for first in range(0, pages, at_once):
-            params.first_page = first_page + first
-            self._pack([params], b, min(at_once, pages - first))
+            for params in layers:
+                params.first_page = first_page + first
+            self._pack(layers, b, min(at_once, pages - first))
 
     def step(
         self,

@@ -58,8 +58,8 @@ class Params(ctypes.Structure):
         for name, stride in strides.items():
             if address := getattr(self, name):
                 setattr(found, name, address + first * stride)
-        # Where rows are given, they say where the ring has a sequence.
-        for numbers in (found.prompt,) if self.rows else (found.prompt, found.ring):
+        # Where rows are given, they say where prompt and ring have a sequence.
+        for numbers in () if self.rows else (found.prompt, found.ring):
             if numbers.data:
                 numbers.data += first * numbers.sequence * itemsize
         return found

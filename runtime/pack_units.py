@@ -14,6 +14,7 @@ from artifacts.order import TILE
 from artifacts.parts.banded import BAND
 from runtime import pack_bins
 from runtime.jit import KernelError, Unit
+from runtime.keep import keep_unit
 from runtime.pack_factors import factor_unit
 from runtime.pack_params import LAYERS_AT_ONCE, Params
 from runtime.units import side_struct
@@ -304,10 +305,10 @@ def _unit(
 
 def units(bundle: Bundle, arch: str, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:
     """What packs a bundle's pages on `arch`, for models of these types, each unit once: a layer at a time, and all
-    layers that are alike at once. Raises as `plan`."""
+    layers that are alike at once; and what keeps prompts' other tokens. Raises as `plan`."""
     rope = bundle.model.rope
     alike = Counter(bundle.geometry.sides)
-    found = []
+    found = [keep_unit()]
     for (geometry, count), dtype in product(alike.items(), dtypes):
         turned = rope if geometry.format.domain == "pre_rope" else None
         for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):

@@ -1,13 +1,11 @@
 """The room that all layers of a cache share: block tables of every way to fill pages, admission, and its limits."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from artifacts import CacheGeometry, Format, PageGeometry
+from artifacts import CacheGeometry, PageGeometry
 from runtime.pages import CacheFullError, PageBook
-from runtime.side import BlockTables, Filling, PromptRows, Side, filling
+from runtime.side import BlockTables, Filling, Side, filling
 from runtime.step import StepInputs
 from runtime.units import spans
 
@@ -34,7 +32,6 @@ class Room:
         self.checks = True  # what is appended, layer by layer; see `KVCache.checked_once`
         self._inputs: StepInputs | None = None
         self._set: tuple[list[int], list[int]] | None = None  # what the inputs were set to
-        self._rows: dict[Filling, tuple[object, PromptRows]] = {}  # of the last prompts that came together
         self._asked: tuple[Tensor, Tensor | None, list[int], list[int]] | None = None
         self._admitted: tuple[list[Tensor | None], list[int]] = [], []
 
@@ -185,18 +182,6 @@ class Room:
                 pages = min(book.room, book.segment_room) if book.grouped else book.room
                 most = min(most, tables.window.sinks + tables.window.recent + (max(0, pages) + 1) * tables.t - 1)
         return most
-
-    def prompt_rows(self, fmt: Format, sequences: Sequence[int], counts: Sequence[int]) -> PromptRows:
-        """Where prompts go, until `forget_prompts`; sides that fill their pages alike, of all layers, share it."""
-        asked = tuple(sequences), tuple(counts), self.b
-        known = self._rows.get(filling(fmt))
-        if known is None or known[0] != asked:
-            known = self._rows[filling(fmt)] = asked, PromptRows.of(fmt, self.b, sequences, counts, self.device)
-        return known[1]
-
-    def forget_prompts(self) -> None:
-        """Their pass is over."""
-        self._rows.clear()
 
     def span(self, tokens: int) -> int:
         """Tokens that a step is dealt out for whose sequences hold at most so many."""

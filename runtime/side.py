@@ -1,8 +1,7 @@
 """Keys or values of one layer in a cache: sinks and newest tokens in full precision, packed pages, block tables."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,45 +72,6 @@ class BlockTables:
         """Lets an empty sequence begin with the pages of another."""
         self.book.share(source, sequence)
         self.ids[:, sequence] = self.ids[:, source]
-
-
-@dataclass(frozen=True)
-class PromptRows:
-    """Where tokens of several prompts go, each into an empty sequence: the same for all layers.
-
-    sequences  of the cache, int64 [rows]
-    offsets    positions of token 0, all 0, int32 [rows]
-    packed     pages: the rows that fill as many, int64 [some]; without rows that fill none
-    used       pages of each of the sequences
-    source     (rows, tokens) of those that stay exact, int64 [exact] each
-    places     where these go in `Side.buffer`, int64 [exact]
-    """
-
-    sequences: Tensor
-    offsets: Tensor
-    packed: dict[int, Tensor]
-    used: dict[int, int]
-    source: tuple[Tensor, Tensor]
-    places: Tensor
-
-    @classmethod
-    def of(cls, fmt: Format, b: int, sequences: Sequence[int], counts: Sequence[int], device: torch.device) -> Self:
-        """Prompts of counts[row] tokens into `sequences` of a cache that has b."""
-        sinks, capacity = fmt.window.sinks, fmt.window.recent + fmt.t
-        filled = [fmt.window.pages(n, fmt.t) for n in counts]
-        exact = []
-        for row, (i, n, pages) in enumerate(zip(sequences, counts, filled, strict=True)):
-            exact += [(row, token, i * sinks + token) for token in range(min(n, sinks))]
-            newest = range(sinks + pages * fmt.t, n)
-            exact += [(row, token, b * sinks + i * capacity + (token - sinks) % capacity) for token in newest]
-        rows, tokens, places = torch.tensor(exact, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
-        alike = {
-            pages: torch.tensor([row for row, of_row in enumerate(filled) if of_row == pages], device=device)
-            for pages in sorted(set(filled) - {0})
-        }
-        used = dict(zip(sequences, filled, strict=True))
-        zeros = torch.zeros(len(counts), dtype=torch.int32, device=device)
-        return cls(torch.tensor(list(sequences), device=device), zeros, alike, used, (rows, tokens), places)
 
 
 class Side:
@@ -260,22 +220,6 @@ class Side:
         held = book.tables[sequence][used : used + count]
         segments = torch.tensor(book.groups(held)) if self.geometry.segment_bytes else None
         self.pool.write(torch.tensor(held), fields, segments)
-
-    def pack_prompts(self, rows: PromptRows, x: Tensor) -> None:
-        """On a GPU: packs and keeps x [rows, n, h_kv, d], prompts from position 0 on; the tables hold their ids.
-
-        Numbers that cannot be packed are told by `Packer.check`.
-        """
-        x = x.to(self.buffer.dtype)
-        for pages, some in rows.packed.items():
-            every = len(some) == len(rows.sequences)
-            given, sequences = (x, rows.sequences) if every else (x[some], rows.sequences[some])
-            segments = None if self.segments is None else self.segments[sequences]
-            offsets = rows.offsets[: len(some)]
-            self.packer.prompt(self.pool, self.table[sequences], given, 0, pages, offsets=offsets, segments=segments)
-        self.buffer[rows.places] = x[rows.source]
-        for sequence, pages in rows.used.items():
-            self.used[sequence] = pages
 
     def append(self, sequence: int, x: Tensor, n: int) -> None:
         """Appends x [m, h_kv, d] behind n tokens, when `pack` has packed the pages that this fills."""

@@ -3,14 +3,17 @@
 What changes from step to step (lengths, page ids, where a token is written) is read on the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from artifacts import Format
 from runtime.attention import PagedAttention, PagedSide, Step
+from runtime.intake import PromptRows
+from runtime.keep import keep
 from runtime.pack import Packer
 from runtime.rope import Rotation
 from runtime.side import Side
@@ -99,9 +102,9 @@ class LayerStep:
             _pack(side.packer, [side], inputs.lengths, inputs.offsets)
 
 
-class StepPackers:
-    """Packs the pages that a step of all layers has filled: sides that are alike in one launch, so that a step in which
-    no page fills pays for few."""
+class SidePackers:
+    """Packs the pages that a step of all layers or prompts have filled: sides that are alike in one launch, so that a
+    step in which no page fills pays for few."""
 
     def __init__(self, sides: Iterable[Side]):
         alike: dict[object, list[Side]] = {}
@@ -117,7 +120,7 @@ class StepPackers:
         for packer, _ in self._groups:
             packer.reserve(b)
 
-    def run(self, inputs: StepInputs, rows: Tensor | None = None) -> None:
+    def step(self, inputs: StepInputs, rows: Tensor | None = None) -> None:
         """Packs the pages that the newest tokens have filled. Queued on PyTorch's current stream, never waits.
 
         rows: int32 [any number], the sequences to look at, each once; below 0: none. None: all of them. What it costs
@@ -129,6 +132,28 @@ class StepPackers:
             lengths, offsets = lengths[rows] * there, offsets[rows]
         for packer, group in self._groups:
             _pack(packer, group, lengths, offsets, rows)
+
+    def prompts(self, rows_of: Callable[[Format], PromptRows], given: Mapping[Side, Tensor]) -> None:
+        """Packs and keeps x [rows, n, h_kv, d] of some of the sides; the tables hold their ids.
+
+        rows_of: where rows go in sides of a format. Queued on PyTorch's current stream, never waits. Numbers that
+        cannot be packed are told by `Packer.check`.
+        """
+        for packer, group in self._groups:
+            some = [i for i, side in enumerate(group) if side in given]
+            if not some:
+                continue
+            sides, first = [group[i] for i in some], group[some[0]]
+            numbers, to = [given[side].to(side.buffer.dtype) for side in sides], rows_of(first.format)
+            pools = [side.pool for side in sides]
+            for pages, (rows, sequences) in to.packed.items():
+                segments = None if first.segments is None else first.segments[sequences]
+                offsets = to.offsets[: len(rows)]
+                packer.prompts(some, pools, first.table[sequences], numbers, pages, offsets, segments, rows)
+            keep([(x, side.buffer) for x, side in zip(numbers, sides, strict=True)], to.exact)
+            for side in sides:
+                for sequence, pages in to.used.items():
+                    side.used[sequence] = pages
 
     @property
     def packers(self) -> list[Packer]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import runtime.cache
 import runtime.decoding
 import runtime.engine
+import runtime.intake
 import runtime.side
 import runtime.step
 import runtime.units
@@ -55,6 +56,12 @@ class Packer:
                 tokens,
                 self._places(segments, table, i, first_page, pages),
             )
+
+    def prompts(self, layers, pools, table, numbers, pages, offsets=None, segments=None, rows=None):
+        for layer, pool, x in zip(layers, pools, numbers, strict=True):
+            alone = Packer([self.codecs[layer]], self.rotation, self.dtype)
+            given = x if rows is None else x[rows.long()]
+            alone.prompt(pool, table, given, 0, pages, offsets=offsets, segments=segments)
 
     def _places(self, segments, table, i, first_page, pages):
         """Ids of the segments that pages of a sequence form, from the table that says it of each page."""
@@ -171,11 +178,21 @@ def _pool(geometry: PageGeometry, side: PagedSide) -> PagePool:
     return pool
 
 
+def keep(sides: list[tuple[Tensor, Tensor]], tokens: Tensor) -> None:
+    """`runtime.keep.keep`."""
+    assert tokens.dtype == torch.int32
+    rows, numbers, places = tokens.long().T
+    for x, to in sides:
+        assert x.dtype == to.dtype
+        to[places] = x[rows, numbers]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on caches on the CPU launch kernels as caches on a GPU do, and torch stands in for these."""
     monkeypatch.setattr(runtime.side, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
+    monkeypatch.setattr(runtime.step, "keep", keep)
     monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
-    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine):
+    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine, runtime.intake):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)

@@ -8,6 +8,7 @@ import torch
 from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
 from runtime import jit, pack_factors, pack_units
 from runtime.jit import ARCHS, KernelError
+from runtime.keep import keep_unit
 from tests.cuda import compiling
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
@@ -67,11 +68,18 @@ def test_other_architectures(arch):
 def test_units_of_a_bundle():
     """Layers that are alike share a unit, for models of both dtypes of two bytes."""
     bundle = random_bundle([kivi(2, 32)] * 3 + [kivi(4, 32)], 4, 2, 64)
-    found = pack_units.units(bundle, "sm_90a")
+    kept, *found = pack_units.units(bundle, "sm_90a")
+    assert kept == keep_unit()
     layers = [re.search(r"layer\[(\d+)\]", unit.source)[1] for unit in found]
     assert layers == ["1", "3"] * 4 + ["1"] * 4  # keys and values
     assert ["BF16" in unit.source for unit in found] == [False, False, True, True] * 2 + [False, True] * 2
     assert len(set(found)) == 12
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_keeps_tokens_of_prompts_compiles(arch):
+    found = jit.report(keep_unit(), arch)["keep"]
+    assert found.spill_bytes == found.stack == 0
 
 
 LLAMA = [

@@ -11,6 +11,7 @@ import tests.packing
 from artifacts import Dense, Format, PageGeometry, Rope, Sparse
 from runtime import pack, pack_factors, pack_units
 from runtime.codec import Codec
+from runtime.keep import AT_ONCE, keep
 from runtime.pack_params import LAYERS_AT_ONCE, Params, layers_type
 from runtime.rope import Rotation
 from tests.cuda.emulated import Module, stand_in
@@ -387,6 +388,54 @@ def test_steps_with_factors(name, geometry, rope, room, monkeypatch):
             check_factors(codecs[k], got, wanted, table[i, 1:2].long(), groups)
         for store in (got.heads, got.records, got.segments):
             assert (store[1] == 0xFF).all()
+
+
+@pytest.mark.parametrize("name, geometry, rope", SIDES[::6], ids=[side[0] for side in SIDES[::6]])
+def test_prompts_of_several_layers(name, geometry, rope, monkeypatch):
+    """Two of three layers, two of three rows in another order: as each layer by itself."""
+    packer, _, _ = factorizing(geometry, rope, monkeypatch, layers=3)
+    shape, pages = geometry.shape, 2
+    size = (2, 3, geometry.format.window.sinks + pages * shape.t + 3, shape.h_kv, shape.d)
+    x = numbers("grid", size, 1, torch.float16)
+    table, rows = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    segments = torch.tensor([[1, 1], [0, 0]], dtype=torch.int32)
+    got, wanted = ([poisoned(geometry, 4, segments=2) for _ in range(2)] for _ in range(2))
+    packer.prompts([2, 0], got, table, list(x), pages, None, segments, rows)
+    for k, (layer, pool) in enumerate(zip([2, 0], wanted, strict=True)):
+        packer.prompt(pool, table, x[k][rows.long()], 0, pages, segments=segments, layer=layer)
+    packer.check()
+    for mine, alone in zip(got, wanted, strict=True):
+        for store in ("heads", "records", "segments"):
+            assert torch.equal(getattr(mine, store), getattr(alone, store))
+
+
+def test_tokens_of_prompts_are_kept(monkeypatch):
+    """Of more sides than a launch takes, from views whose heads lie apart; nothing else is touched."""
+    stand_in(monkeypatch)
+    x = torch.randn(AT_ONCE + 2, 2, 4, 5, 64).half()  # sides, rows, heads, tokens
+    sides = [(some.transpose(1, 2), torch.zeros(9, 4, 64).half()) for some in x]
+    keep(sides, torch.zeros(0, 3, dtype=torch.int32))
+    tokens = torch.tensor([[1, 4, 0], [0, 0, 8], [1, 2, 3]], dtype=torch.int32)
+    keep(sides, tokens)
+    for mine, to in sides:
+        wanted = torch.zeros_like(to)
+        wanted[tokens[:, 2].long()] = mine[tokens[:, 0].long(), tokens[:, 1].long()]
+        assert torch.equal(to, wanted)
+
+
+@pytest.mark.parametrize(
+    ("x", "to"),
+    [
+        (torch.zeros(1, 3, 2, 64).half(), torch.zeros(4, 2, 64)),
+        (torch.zeros(1, 3, 2, 64).half(), torch.zeros(4, 4, 64).half()),
+        (torch.zeros(1, 3, 2, 128).half()[..., ::2], torch.zeros(4, 2, 64).half()),
+        (torch.zeros(1, 3, 2, 68).half()[..., 4:], torch.zeros(4, 2, 64).half()),
+    ],
+    ids=["dtype", "heads", "channels-apart", "eight-bytes"],
+)
+def test_tokens_that_cannot_be_kept(x, to):
+    with pytest.raises(pack.KernelError, match="begin at multiples of 16 bytes; make them contiguous"):
+        keep([(x, to)], torch.zeros(1, 3, dtype=torch.int32))
 
 
 def test_segments_are_a_table(monkeypatch):

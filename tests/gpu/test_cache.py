@@ -12,6 +12,7 @@ pytestmark = [
 
 from artifacts import LayerFormat, LowRank, Sketch  # noqa: E402
 from runtime import KVCache, pack_factors  # noqa: E402
+from runtime.intake import Intake  # noqa: E402
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant  # noqa: E402  # noqa: E402
 from tests.gpu.test_attention import ALLOWED, FLOOR, with_formats  # noqa: E402
 
@@ -135,11 +136,11 @@ def test_a_captured_step_fills_pages(formats, order, monkeypatch) -> None:
     step.plan(inputs, case.d**-0.5, 300)
     step.run(*static, inputs, case.d**-0.5, out, 300)  # warm: the dummy token of empty lengths is written over below
     rows = None if order is None else torch.tensor(order, dtype=torch.int32, device="cuda")
-    captured.packers.run(inputs, rows)
+    captured.packers.step(inputs, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step.run(*static, inputs, case.d**-0.5, out, 300)
-        captured.packers.run(inputs, rows)
+        captured.packers.step(inputs, rows)
     for i, n in enumerate((100, 65, 190)):  # as the warm run overwrote token 0
         captured.release(i)
         attend(captured, case, *tokens(case, 1, n, 7 * i, torch.float16), [i])
@@ -208,7 +209,9 @@ def test_prompts_together_are_packed_as_each_for_itself(case: Case) -> None:
     for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
         one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
     with other.checked_once():
-        other.layers[0].append_prompts(sequences, k, v, counts)
+        intake = Intake(other, sequences, counts)
+        intake.give(0, k, v)
+        intake.finish()
     assert other.lengths == one.lengths
     for side, alone in ((other.layers[0].key, one.layers[0].key), (other.layers[0].value, one.layers[0].value)):
         assert side.used == alone.used

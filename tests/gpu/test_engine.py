@@ -65,7 +65,7 @@ def test_steps_captured_beside_what_the_cache_holds(formats) -> None:
         for i, n in enumerate((1, 190, 66)):
             Prompt(decoder, kv, i, prompt(n, n), None).advance()
         steps = steps or DeviceSteps(decoder, kv, [1, 2, 3])
-        found.append(torch.stack([steps.run(dict.fromkeys(range(3), 7 + token)).clone() for token in range(70)]))
+        found.append(torch.stack([steps.run(dict.fromkeys(range(3), 7 + token % 50)).clone() for token in range(70)]))
     assert torch.isfinite(found[0]).all()
     assert torch.equal(found[0], found[1])
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import runtime.decoding
+import runtime.intake
 import runtime.units
 from runtime import Engine, KVCache
 from runtime.hf import SignpostCache
 from runtime.hf_decoder import HFDecoder
+from runtime.intake import Intake
 from tests.attending import start, step
 from tests.formats import CASES, kivi, kvquant
 from tests.runtime.test_engine import MODEL, bundle_for, prompt
@@ -77,11 +79,32 @@ def test_prompts_together_are_packed_as_each_for_itself(case, monkeypatch):
     for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
         one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
     with other.checked_once():
-        other.layers[0].append_prompts(sequences, k, v, counts)
-        rows = weakref.ref(other.room.prompt_rows(case.key, sequences, counts))
-        assert rows() is not None
+        intake = Intake(other, sequences, counts)
+        intake.give(0, k, v)
+        intake.finish()
     assert_same(other.layers[0], one.layers[0])
-    assert rows() is None  # nothing is held for prompts that are through
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30], ids=["layer-by-layer", "all-at-once"])
+@pytest.mark.parametrize("chunk", [None, 40])
+@pytest.mark.parametrize("formats", [kvquant(3, t=32), kivi(2, t=32, recent=5)], ids=["kvquant", "kivi"])
+def test_prompts_that_are_held(formats, chunk, held, monkeypatch):
+    """For several layers or none, in one pass or in chunks: pages and exact tokens are the CPU's."""
+    bundle, caches = bundle_for(MODEL, formats), []
+    decoder = HFDecoder(MODEL, bundle)
+    monkeypatch.setattr(runtime.intake, "HELD", held)
+    for stands_in in (False, True):
+        with monkeypatch.context() as patch:
+            if stands_in:
+                stand_in(patch)
+            kv = KVCache(bundle, 3, 200)
+            for i, n in ((2, 150), (0, 20)):
+                work = runtime.decoding.Prompt(decoder, kv, i, prompt(n, n), chunk)
+                while work.advance() is None:
+                    pass
+            caches.append(kv)
+    for mine, theirs in zip(*caches, strict=True):
+        assert_same(mine, theirs)
 
 
 LOWRANK = [case for case in CASES if case.key.lowrank or case.value.lowrank]

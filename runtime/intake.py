@@ -1,0 +1,101 @@
+"""Prompts on their way into a cache: attended elsewhere, layer by layer, and packed several layers at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from artifacts import Format
+from runtime.side import Filling, Side, filling, has_kernels
+from runtime.transfer import to_device
+
+if TYPE_CHECKING:
+    from runtime.cache import KVCache
+
+HELD = 128 << 20  # bytes of keys and values, after which they are packed on a GPU
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Where tokens of several prompts go, each into an empty sequence: the same for all sides that fill pages alike.
+
+    packed     pages: the rows that fill as many, int32 [some], and the same of their sequences, int64; without rows
+               that fill none
+    offsets    positions of token 0, all 0, int32 [rows]
+    used       pages of each of the sequences
+    exact      row, number and place in `Side.buffer` of tokens that stay exact, int32 [exact, 3]
+    """
+
+    packed: dict[int, tuple[Tensor, Tensor]]
+    offsets: Tensor
+    used: dict[int, int]
+    exact: Tensor
+
+    @classmethod
+    def of(cls, fmt: Format, b: int, sequences: Sequence[int], counts: Sequence[int], device: torch.device) -> Self:
+        """Prompts of counts[row] tokens into `sequences` of a cache that has b."""
+        sinks, capacity = fmt.window.sinks, fmt.window.recent + fmt.t
+        filled = [fmt.window.pages(n, fmt.t) for n in counts]
+        exact = []
+        for row, (i, n, pages) in enumerate(zip(sequences, counts, filled, strict=True)):
+            exact += [(row, token, i * sinks + token) for token in range(min(n, sinks))]
+            newest = range(sinks + pages * fmt.t, n)
+            exact += [(row, token, b * sinks + i * capacity + (token - sinks) % capacity) for token in newest]
+        packed = {}
+        for pages in sorted(set(filled) - {0}):
+            rows = [row for row, of_row in enumerate(filled) if of_row == pages]
+            of_sequences = [sequences[row] for row in rows]
+            packed[pages] = to_device(rows, torch.int32, device), to_device(of_sequences, torch.int64, device)
+        used = dict(zip(sequences, filled, strict=True))
+        zeros = torch.zeros(len(counts), dtype=torch.int32, device=device)
+        return cls(packed, zeros, used, to_device(exact, torch.int32, device).view(-1, 3))
+
+
+class Intake:
+    """Prompts that a pass brings into empty sequences of a cache, from position 0 on.
+
+    sequences  of the cache
+    counts     tokens of each of them
+    """
+
+    def __init__(self, kv: "KVCache", sequences: Sequence[int], counts: Sequence[int]):
+        self.kv, self.sequences, self.counts = kv, list(sequences), list(counts)
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
+        self._rows: dict[Filling, PromptRows] = {}
+
+    def give(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys after RoPE and values [rows, h_kv, n, d] of a layer, of each row the first counts[row]; on a GPU they
+        are held until `finish` at the latest, and must not change. Layers come in their order.
+
+        Raises as `CacheLayer.append`, and so does `finish`. On a GPU numbers that cannot be packed are told by
+        `KVCache.checked_once`.
+        """
+        if not has_kernels(self.kv.room.device):
+            self.kv.layers[layer].append_prompts(self.sequences, k, v, self.counts)
+            return
+        self._held[layer] = k, v
+        if sum(x.nbytes for pair in self._held.values() for x in pair) >= HELD:
+            self.finish()
+
+    def finish(self) -> None:
+        """Packs what is held."""
+        if not self._held:
+            return
+        self.kv.room.take(dict(zip(self.sequences, self.counts, strict=True)))
+        sides: dict[Side, Tensor] = {}
+        for number, (k, v) in self._held.items():
+            layer = self.kv.paged[number]
+            sides |= {layer.key: k.transpose(1, 2), layer.value: v.transpose(1, 2)}
+            for i, n in zip(self.sequences, self.counts, strict=True):
+                layer.offsets[i], layer.lengths[i] = 0, n
+        self._held = {}
+        self.kv.prompt_packers.prompts(self.rows, sides)
+
+    def rows(self, fmt: Format) -> PromptRows:
+        """Where prompts go in sides that fill their pages as `fmt` does."""
+        key = filling(fmt)
+        if key not in self._rows:
+            self._rows[key] = PromptRows.of(fmt, self.kv.b, self.sequences, self.counts, self.kv.room.device)
+        return self._rows[key]
