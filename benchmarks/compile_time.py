@@ -1,4 +1,4 @@
-"""Seconds to compile what the first token of a model needs, with an empty cache: attention and packing of both sides.
+"""Seconds to compile what the first tokens of a model need, with an empty cache: packing of both sides, then attention.
 
     python -m benchmarks.compile_time --out compile.json [--formats nuq4-1 ...]
 

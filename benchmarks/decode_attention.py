@@ -48,10 +48,10 @@ def nuq(bits: int, outliers: bool = True) -> LayerFormat:
     )
 
 
-def kivi(bits: int, group: int = 32, rank: LowRank | None = None) -> LayerFormat:
+def kivi(bits: int, group: int = 32, rank: LowRank | None = None, t: int = 64) -> LayerFormat:
     """Uniform codes in groups: keys of tokens, values of channels; with factors: GEAR-L."""
     key, value = Dense(bits, "channel", group), Dense(bits, "token", group)
-    return LayerFormat(Format(64, key, lowrank=rank), Format(64, value, lowrank=rank))
+    return LayerFormat(Format(t, key, lowrank=rank), Format(t, value, lowrank=rank))
 
 
 def turboquant(bits: int) -> Format:
@@ -79,6 +79,7 @@ FORMATS: dict[str, LayerFormat] = {
     "banded2": banded(2),
     "kivi4-g32": kivi(4),
     "kivi2-g32": kivi(2),
+    "kivi2-g32-t32": kivi(2, t=32),
     "gear-l2": kivi(2, 64, LowRank(4, 2)),
     "qjl-256": LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, Dense(2, "token", 32))),
     "turboquant-3": LayerFormat(turboquant(3), turboquant(3)),

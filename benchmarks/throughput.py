@@ -125,7 +125,7 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
 
 
 def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[], None]:
-    """A pass over `some` prompts of m tokens into the first sequences, layer by layer packed."""
+    """A pass over `some` prompts of m tokens into the first sequences, packed as the engine does."""
     tokens = prompts(decoder, some, m)
     positions = torch.arange(m, device=decoder.device).expand(some, -1)
 

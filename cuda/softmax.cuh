@@ -196,7 +196,7 @@ struct Softmax {
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
             leave_output(weights, first);
             __syncthreads();
-            __syncthreads();  // the first one is enough, but racecheck reports what it orders (docs/kernels.md)
+            __syncthreads();  // the first one is enough, but compute-sanitizer reports what it orders (docs/kernels.md)
             const float* outputs = at.floats(L::RING);
             for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D; i += L::THREADS) {
                 const int row = first + i / D;

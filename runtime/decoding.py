@@ -70,8 +70,8 @@ class Prompt:
     """A prompt on its way into a sequence of a cache, `chunk` tokens a pass (None: all at once).
 
     Attention is exact: until the prompt is complete its keys and values stay in full precision, in a work space of
-    their own (`nbytes`); then they are packed. One pass needs no work space, a layer is packed when it is done. Pages
-    are the same either way.
+    their own (`nbytes`); then they are packed. One pass needs no such work space: layers are packed as they are done,
+    on a GPU some at a time (`runtime.intake`). Pages are the same either way.
 
     source  a sequence that these tokens come behind, attended as it is cached: `sequence` becomes a fork of it in the
             last pass, and is empty until then. It must neither change nor end before that

@@ -5,9 +5,10 @@
         ...
 
 A step admits what finds room, works on one prompt for a chunk or on several short ones at once, and decodes one token
-for every running request. Room for all of a request's tokens is reserved when it is admitted, so nothing that runs is
-broken off for want of pages. On a GPU a decode step is queued before the tokens of the one before are known here: what
-the host does takes place meanwhile, and a request that a stop token ends has taken part in one step too many.
+for every running request (but the first tokens of all are told before what decodes them is prepared). Room for all of
+a request's tokens is reserved when it is admitted, so nothing that runs is broken off for want of pages. On a GPU a
+decode step is queued before the tokens of the one before are known here: what the host does takes place meanwhile, and
+a request that a stop token ends has taken part in one step too many.
 
 What many requests begin with is processed once, and shared by those that are forked from it:
 
@@ -50,9 +51,9 @@ class _Flight:
 class Engine:
     """Serves requests on one model and one cache. Not for several threads at once.
 
-    Processes that share a model have an engine each. They must make it alike and submit, step and cancel alike; tokens
-    are chosen by the first of them. What fails one of their passes is raised, because the others wait in that pass:
-    the process must end, and with it the others.
+    Processes that share a model have an engine each. They must make it alike and submit, prepare, step and cancel
+    alike; tokens are chosen by the first of them. What fails one of their passes is raised, because the others wait in
+    that pass: the process must end, and with it the others.
 
     decoder     the model, see `runtime.decoding.Decoder`; several engines may use one model in turn
     bundle      calibrated for it: whole, or this process's slice
@@ -196,8 +197,9 @@ class Engine:
     def prepare(self) -> HostSteps | DeviceSteps:
         """The decode steps. The first call waits for the compiler, where kernels are missing, and captures graphs.
 
-        The first step that decodes does so if nobody has, and lets requests wait for it; so a server calls this before
-        they come. Raises KernelError, and torch.OutOfMemoryError for want of memory for the graphs; requests stay.
+        The first step that decodes does so if nobody has, and lets requests wait for it, new ones as well; so a server
+        calls this before they come. Raises KernelError, and torch.OutOfMemoryError for want of memory for the graphs:
+        requests stay as they were, where the model is not shared with other processes, which wait in a pass then.
         """
         if self._steps is None:
             self._steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)

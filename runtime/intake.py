@@ -14,7 +14,7 @@ from runtime.transfer import to_device
 if TYPE_CHECKING:
     from runtime.cache import KVCache
 
-HELD = 128 << 20  # bytes of keys and values, after which they are packed on a GPU
+HELD = 128 << 20  # bytes that keys and values keep allocated, after which they are packed on a GPU
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Intake:
     def __init__(self, kv: "KVCache", sequences: Sequence[int], counts: Sequence[int]):
         self.kv, self.sequences, self.counts = kv, list(sequences), list(counts)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
+        self._bytes = 0  # of their storages: a model may cut keys and values out of one tensor with its queries
         self._rows: dict[Filling, PromptRows] = {}
 
     def give(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -76,7 +77,9 @@ class Intake:
             self.kv.layers[layer].append_prompts(self.sequences, k, v, self.counts)
             return
         self._held[layer] = k, v
-        if sum(x.nbytes for pair in self._held.values() for x in pair) >= HELD:
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (k, v)}
+        self._bytes += sum(storages.values())
+        if self._bytes >= HELD:
             self.finish()
 
     def finish(self) -> None:
@@ -90,7 +93,7 @@ class Intake:
             sides |= {layer.key: k.transpose(1, 2), layer.value: v.transpose(1, 2)}
             for i, n in zip(self.sequences, self.counts, strict=True):
                 layer.offsets[i], layer.lengths[i] = 0, n
-        self._held = {}
+        self._held, self._bytes = {}, 0
         self.kv.prompt_packers.prompts(self.rows, sides)
 
     def rows(self, fmt: Format) -> PromptRows:

@@ -108,12 +108,13 @@ class Packer:
             params.scaling, params.unscaling = scalings(rope)
         return params
 
-    def reserve(self, b: int, pages: int = 1) -> None:
+    def reserve(self, b: int, pages: int = 1, layers: int | None = None) -> None:
         """Work space for launches of so many pages of b sequences, which few formats need (`plan.workspace`).
+        layers: of a launch; None: as many as one takes.
 
         To be called before a step is captured in a graph; launches that need more take it themselves.
         """
-        size = self.at_once * self.plan.ctas * pages * b * self.plan.workspace
+        size = (layers or self.at_once) * self.plan.ctas * pages * b * self.plan.workspace
         if self._workspace.numel() < size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -288,7 +289,7 @@ class Packer:
 
     def _launch_pages(self, kernel: jit.Kernel, p: Plan, layers: Sequence[Params], b: int, pages: int) -> None:
         if p.workspace:
-            self.reserve(b, pages)
+            self.reserve(b, pages, len(layers))
             for i, params in enumerate(layers):
                 params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
         self._launch(kernel, p, layers, (pages * p.ctas, b, len(layers)))

@@ -311,7 +311,7 @@ def units(bundle: Bundle, arch: str, dtypes: Iterable[torch.dtype] = (torch.floa
     found = [keep_unit()]
     for (geometry, count), dtype in product(alike.items(), dtypes):
         turned = rope if geometry.format.domain == "pre_rope" else None
-        for layers in sorted({1, min(count, LAYERS_AT_ONCE)}):
+        for layers in sorted({1, min(count, LAYERS_AT_ONCE)}, reverse=True):  # prompts wait for the first ones
             found.append(pack_unit("pack", geometry, turned, dtype, arch, layers))
             found += factor_units("pack", geometry, arch, layers)
     return list(dict.fromkeys(found))

@@ -1,4 +1,5 @@
-"""A decode step of one token for each sequence on the GPU: the same launches every time, so it can be captured.
+"""A decode step of one token for each sequence on the GPU: the same launches every time, so it can be captured. And the
+packing of many sides at once, behind steps and for prompts.
 
 What changes from step to step (lengths, page ids, where a token is written) is read on the device.
 """

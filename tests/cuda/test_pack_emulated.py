@@ -390,9 +390,18 @@ def test_steps_with_factors(name, geometry, rope, room, monkeypatch):
             assert (store[1] == 0xFF).all()
 
 
-@pytest.mark.parametrize("name, geometry, rope", SIDES[::6], ids=[side[0] for side in SIDES[::6]])
-def test_prompts_of_several_layers(name, geometry, rope, monkeypatch):
-    """Two of three layers, two of three rows in another order: as each layer by itself."""
+SMALL = [side for side in SIDES if side[1].shape.h_kv * side[1].shape.d <= 256]
+TOGETHER = list(dict.fromkeys([*SMALL[::7], *[side for side in SMALL if side in FACTORS][:3]]))
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["together", "one-by-one"])
+@pytest.mark.parametrize("name, geometry, rope", TOGETHER, ids=[side[0] for side in TOGETHER])
+def test_prompts_of_several_layers(name, geometry, rope, few, monkeypatch):
+    """Two of three layers, two of three rows in another order: as each layer by itself. A launch takes all of the
+    layers or one, and there is work space for all sequences or one."""
+    if few:
+        monkeypatch.setattr(pack, "LAYERS_AT_ONCE", 1)
+        monkeypatch.setattr(pack_factors, "ROOM", 1)
     packer, _, _ = factorizing(geometry, rope, monkeypatch, layers=3)
     shape, pages = geometry.shape, 2
     size = (2, 3, geometry.format.window.sinks + pages * shape.t + 3, shape.h_kv, shape.d)

@@ -9,12 +9,13 @@ import torch
 import runtime.decoding
 import runtime.intake
 import runtime.units
+from artifacts import Rope
 from runtime import Engine, KVCache
 from runtime.hf import SignpostCache
 from runtime.hf_decoder import HFDecoder
 from runtime.intake import Intake
 from tests.attending import start, step
-from tests.formats import CASES, kivi, kvquant
+from tests.formats import CASES, Case, kivi, kvquant
 from tests.runtime.test_engine import MODEL, bundle_for, prompt
 from tests.standins import PagedAttention, stand_in
 
@@ -83,6 +84,21 @@ def test_prompts_together_are_packed_as_each_for_itself(case, monkeypatch):
         intake.give(0, k, v)
         intake.finish()
     assert_same(other.layers[0], one.layers[0])
+
+
+def test_bytes_that_are_held(monkeypatch):
+    """Are those of storages: keys and values that are cut out of one tensor with queries keep all of it."""
+    stand_in(monkeypatch)
+    formats = kvquant(3, t=32)
+    case = Case("two", formats.key, formats.value, 4, 2, 64, Rope(64, "half", 1.0, "default"))
+    whole = torch.randn(1, 40, 8, case.d)  # heads of queries, keys, values
+    k, v = whole[:, :, 4:6].transpose(1, 2), whole[:, :, 6:].transpose(1, 2)
+    for limit, left in ((2 * whole.nbytes, 0), (2 * whole.nbytes + 1, 2)):
+        monkeypatch.setattr(runtime.intake, "HELD", limit)
+        intake = Intake(KVCache(case.bundle(2), 1, 100), [0], [40])
+        for layer in (0, 1):
+            intake.give(layer, k, v)
+        assert len(intake._held) == left
 
 
 @pytest.mark.parametrize("held", [0, 1 << 30], ids=["layer-by-layer", "all-at-once"])

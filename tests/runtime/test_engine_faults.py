@@ -9,6 +9,7 @@ import torch
 
 import runtime.decoding
 import runtime.engine
+import runtime.intake
 from artifacts.errors import BundleMismatchError
 from runtime import CacheFullError, Engine, RequestError, Sampling
 from runtime.cache import KVCache, LayerCache
@@ -16,7 +17,7 @@ from runtime.hf_decoder import HFDecoder
 from runtime.jit import KernelError
 from runtime.pack import check_all
 from runtime.side import Side
-from runtime.step import LayerStep
+from runtime.step import LayerStep, SidePackers
 from runtime.transfer import Arriving
 from tests.attending import pool_bytes
 from tests.formats import kivi, kvquant
@@ -423,6 +424,31 @@ def test_prompts_that_fail_together_are_processed_one_by_one(error, monkeypatch)
     for request, n in zip(requests, (40, 33, 60), strict=True):
         assert request.tokens == generated(bundle, prompt(n, n), 5)
     assert engine.kv.free_tokens() == free
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30], ids=["layer-by-layer", "all-at-once"])
+@pytest.mark.parametrize("lengths", [(70,), (40, 33, 60)], ids=["alone", "together"])
+def test_prompts_that_a_device_does_not_pack(lengths, held, monkeypatch):
+    """In the middle of a pass: memory is somebody else's. A lone one ends; of several each is tried again."""
+    bundle = BUNDLES["kvquant"]
+    with monkeypatch.context() as patch:
+        stand_in(patch)
+        patch.setattr(runtime.intake, "HELD", held)
+        fault = Fault(patch, (SidePackers, "prompts"), error=torch.OutOfMemoryError("somebody else took it"))
+        engine = engine_for(bundle, capture=False)
+        free, requests = engine.kv.free_tokens(), [engine.submit(prompt(n, n), 5) for n in lengths]
+        fault.set(2 if held == 0 else 1)  # behind the first layer's, or behind all of them
+        engine.step()
+        assert engine.kv.free_tokens() == free
+        assert engine.kv.lengths == [0] * 3
+        again = engine.submit(prompt(70, 70), 5)
+        engine.run()
+        assert engine.kv.free_tokens() == free
+    if len(lengths) == 1:
+        assert [(r.reason, str(r.error)) for r in requests] == [("failed", "somebody else took it")]
+    else:
+        assert [r.tokens for r in requests] == [generated(bundle, prompt(n, n), 5) for n in lengths]
+    assert again.tokens == generated(bundle, prompt(70, 70), 5)
 
 
 def test_one_of_prompts_together_that_no_page_holds_ends_alone(monkeypatch):
