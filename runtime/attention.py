@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from artifacts import Format, LayerFormat, PageGeometry
-from runtime import jit, smooth
+from runtime import jit, pieces, smooth
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
@@ -245,7 +245,7 @@ class Step:
         self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
-        self._d, self._stream = kernels.d, lambda: kernels._stream(kernels.device)
+        self._stream = lambda: kernels._stream(kernels.device)
         self._merge_threads, most = module.integers["merge_threads"], module.integers["merge_sequences"]
         each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
@@ -257,7 +257,7 @@ class Step:
             kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
             kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
         )  # fmt: skip
-        self._new, self._dtype = (b, kernels.h_kv, m), kernels.dtype
+        self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
         self.write_params = _Write(
             *(_WriteSide(0, x.sinks, x.window, 0, 0, 0, x.capacity) for x in (self.params.key, self.params.value)),
             lengths.data_ptr(), kernels.h_kv, m,
@@ -276,8 +276,8 @@ class Step:
         params = self.write_params
         for name, side, x in (("keys", params.key, k), ("values", params.value, v)):
             setattr(side, "from", x.data_ptr())
-            side.sequence, side.head, side.token = _pieces(name, x, (*self._new, self._d), self._dtype)
-        b, _, m = self._new
+            side.sequence, side.head, side.token = _strides(name, x, self._new, self._dtype)
+        b, _, m, _ = self._new
         self._write.launch((b, m, 2), WRITE_THREADS, 0, params, self._stream(), overlap=True)
 
     def run(self, q: Tensor, out: Tensor, follows: bool = False) -> None:
@@ -313,18 +313,15 @@ def merged(most: int, warps: int, results: int, processors: int) -> int:
     return min(most, warps * -(-results // (processors * warps)))
 
 
-def _pieces(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
-    """Strides of x [b, h_kv, m, d] but the last, in 16 bytes."""
-    piece = 16 // x.dtype.itemsize
-    # PyTorch gives dimensions of one entry any stride.
-    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    apart = x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % piece for stride in strides)
-    if (tuple(x.shape), x.dtype) != (shape, dtype) or apart:
+def _strides(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Of x [b, h_kv, m, d] but the last, in 16 bytes."""
+    strides = pieces.strides(x)
+    if x.shape != shape or x.dtype != dtype or strides is None:
         raise jit.KernelError(
             f"new {name}: {x.dtype} {tuple(x.shape)} with strides {x.stride()}: a step takes {dtype} {shape} whose "
             "heads are contiguous and begin at multiples of 16 bytes; make them contiguous"
         )
-    return [stride // piece for stride in strides]
+    return strides
 
 
 def check_window(name: str, side: PagedSide, fmt: Format, m: int) -> None:

@@ -88,9 +88,10 @@ class Intake:
             return
         self.kv.room.take(dict(zip(self.sequences, self.counts, strict=True)))
         sides: dict[Side, Tensor] = {}
+        layers = self.kv.paged
         for number, (k, v) in self._held.items():
-            layer = self.kv.paged[number]
-            sides |= {layer.key: k.transpose(1, 2), layer.value: v.transpose(1, 2)}
+            layer = layers[number]
+            sides[layer.key], sides[layer.value] = k.transpose(1, 2), v.transpose(1, 2)
             for i, n in zip(self.sequences, self.counts, strict=True):
                 layer.offsets[i], layer.lengths[i] = 0, n
         self._held, self._bytes = {}, 0

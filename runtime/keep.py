@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runtime import jit
+from runtime import jit, pieces
 from runtime.jit import KernelError, Unit
 
 AT_ONCE, THREADS = 128, 256  # sides of a launch, whose parameters have 32764 bytes; of a block
-PIECE = 16  # bytes
 
 
 class _Side(ctypes.Structure):
@@ -58,19 +57,18 @@ def keep(sides: Sequence[tuple[Tensor, Tensor]], tokens: Tensor) -> None:
     kernel, stream = jit.load(keep_unit(), tokens.device).kernel("keep"), jit.current_stream(tokens.device)
     for first in range(0, len(made), AT_ONCE):
         some = made[first : first + AT_ONCE]
-        params = _Params(tokens=tokens.data_ptr(), h_kv=h_kv, pieces=d * sides[0][1].itemsize // PIECE)
+        params = _Params(tokens=tokens.data_ptr(), h_kv=h_kv, pieces=d * sides[0][1].itemsize // pieces.PIECE)
         for i, side in enumerate(some):
             params.side[i] = side
         kernel.launch((len(tokens), len(some), 1), THREADS, 0, params, stream)
 
 
 def _side(x: Tensor, to: Tensor) -> _Side:
-    # PyTorch gives dimensions of one entry any stride.
-    strides = [stride * x.itemsize if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    strides, place = pieces.strides(x), pieces.strides(to)
     alike = x.dtype == to.dtype and x.shape[2:] == to.shape[1:] and to.is_contiguous()
-    if not alike or x.stride(3) != 1 or any(y % PIECE for y in (*strides, x.data_ptr(), to.data_ptr())):
+    if not alike or strides is None or place is None:
         raise KernelError(
             f"numbers {x.dtype} {tuple(x.shape)} with strides {x.stride()} for {to.dtype} {tuple(to.shape)}: heads "
             "must be alike, contiguous and begin at multiples of 16 bytes; make them contiguous"
         )
-    return _Side(x.data_ptr(), to.data_ptr(), *(stride // PIECE for stride in strides))
+    return _Side(x.data_ptr(), to.data_ptr(), *strides)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from runtime import jit, pack_bins
+from runtime import jit, pack_bins, pieces
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns
@@ -37,19 +37,18 @@ MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matri
 
 def source(x: Tensor) -> Source:
     """x [b, tokens, h_kv, d] as a kernel takes it. Raises KernelError where 16 bytes of channels lie apart."""
-    pieces = 16 // x.dtype.itemsize
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    if x.dim() != 4 or x.stride(3) != 1 or any(stride % pieces for stride in strides) or x.data_ptr() % 16:
+    strides, each = pieces.strides(x), pieces.PIECE // x.itemsize
+    if x.dim() != 4 or strides is None:
         raise KernelError(
             f"numbers {tuple(x.shape)} with strides {x.stride()}: the pack kernel reads [b, tokens, h_kv, d] in pieces "
             "of 16 bytes of neighbouring channels; make them contiguous"
         )
-    if x.shape[2] > 1 and x.stride(2) * x.dtype.itemsize >= 1 << 32:
+    if strides[2] * pieces.PIECE >= 1 << 32:
         raise KernelError(
             f"numbers with strides {x.stride()}: a head's begin 4 GiB or more behind the last one's; "
             "make them contiguous"
         )
-    return Source(x.data_ptr(), *x.stride()[:3])
+    return Source(x.data_ptr(), *(each * stride for stride in strides))
 
 
 STATUS = {
@@ -138,7 +137,7 @@ class Packer:
         positions of token 0, or None. segments: for formats with factors, the id of each page's segment, int32 like
         table: SEGMENT_PAGES pages from `first_page` on are one, and so on. layer: number of the codec.
         """
-        params = self._bound(layer, pool, table, offsets, segments)
+        params = self._bound(layer, pool, self._tables(table, offsets, segments))
         params.prompt, params.prompt_first = source(self._checked(x)), first_token
         if ring is not None:
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
@@ -170,11 +169,10 @@ class Packer:
         """
         if self._debug:
             check_ids(table[:, :pages], 0, min(pool.capacity for pool in pools))
-        made = []
+        alike, made = self._tables(table, offsets, segments, rows), []
         for layer, pool, x in zip(layers, pools, numbers, strict=True):
-            params = self._bound(layer, pool, table, offsets, segments)
+            params = self._bound(layer, pool, alike)
             params.prompt, params.prompt_first = source(self._checked(x)), 0
-            params.rows = None if rows is None else _int32(rows, "rows")
             made.append(params)
         together = 1 if self._factors or self.plan.workspace else self.at_once
         for first in range(0, len(made), together):
@@ -212,12 +210,11 @@ class Packer:
             raise KernelError(f"{len(pools)} pools and {len(rings)} rings for {len(self.codecs)} layers")
         if self._debug:
             self._check_step(pools, table, lengths, fresh)
-        layers = []
+        alike, layers = self._tables(table, offsets, segments, rows), []
         for i, (pool, ring) in enumerate(zip(pools, rings, strict=True)):
-            params = self._bound(i, pool, table, offsets, segments)
+            params = self._bound(i, pool, alike)
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
             params.lengths, params.fresh = _int32(lengths, "lengths"), fresh
-            params.rows = None if rows is None else _int32(rows, "rows")
             layers.append(params)
         b = table.shape[0]
         at_once = min(self.at_once, self._factors.fit(b, 1)) if self._factors else self.at_once
@@ -245,19 +242,29 @@ class Packer:
             )
         return x
 
-    def _bound(
-        self, layer: int, pool: PagePool, table: Tensor, offsets: Tensor | None, segments: Tensor | None
-    ) -> Params:
-        params = Params.from_buffer_copy(self._params[layer])
-        params.table, params.table_stride = _int32(table, "block table"), table.stride(0)
-        params.offsets = None if offsets is None else _int32(offsets, "offsets")
-        params.heads, params.records = pool.heads.data_ptr(), pool.records.data_ptr()
-        params.capacity_pages = pool.capacity
+    def _tables(
+        self, table: Tensor, offsets: Tensor | None, segments: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, int]:
+        """What layers have alike of their parameters."""
+        found = {"table": _int32(table, "block table"), "table_stride": table.stride(0)}
+        if offsets is not None:
+            found["offsets"] = _int32(offsets, "offsets")
+        if rows is not None:
+            found["rows"] = _int32(rows, "rows")
         if self._factors:
             if segments is None or segments.shape != table.shape:
                 given = "none" if segments is None else list(segments.shape)
                 raise KernelError(f"segments of pages: a table like that of pages, {list(table.shape)}, not {given}")
-            params.segment_ids, params.segment_stride = _int32(segments, "segment table"), segments.stride(0)
+            found |= {"segment_ids": _int32(segments, "segment table"), "segment_stride": segments.stride(0)}
+        return found
+
+    def _bound(self, layer: int, pool: PagePool, alike: dict[str, int]) -> Params:
+        params = Params.from_buffer_copy(self._params[layer])
+        for field, number in alike.items():
+            setattr(params, field, number)
+        params.heads, params.records = pool.heads.data_ptr(), pool.records.data_ptr()
+        params.capacity_pages = pool.capacity
+        if self._factors:
             params.segments, params.capacity_segments = pool.segments.data_ptr(), pool.segments.shape[0]
         return params
 

@@ -135,6 +135,13 @@ class Side:
         return self._pool
 
     @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All that kernels read of it: pages, tables, sinks and newest tokens. As long as these are the same tensors,
+        what is cut out of them is where it was."""
+        pool = self.pool
+        return pool.heads, pool.records, pool.segments, self.tables.ids, self.buffer
+
+    @property
     def table(self) -> Tensor:
         """Page ids int32 [b, pages]."""
         return self.tables.ids[self.rows[0]]

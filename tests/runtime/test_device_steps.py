@@ -271,3 +271,20 @@ def test_a_cache_that_cannot_be_captured():
     decoder = HFDecoder(MODEL, bundle)
     with pytest.raises(ValueError, match="a captured step cannot follow a cache that grows: say the most that it"):
         runtime.decoding.DeviceSteps(decoder, KVCache(bundle, 1), [1])
+
+
+def test_memory_that_has_grown_is_held_no_more(monkeypatch):
+    """Neither by the newest plan nor by older ones."""
+    stand_in(monkeypatch)
+    formats = kivi(2, t=32)
+    case = Case("grows", formats.key, formats.value, 4, 2, 64, Rope(64, "half", 1.0, "default"))
+    kv = filled(case, None)
+    layer, seen = kv.layers[0], []
+    for seed in range(5 * case.key.t):
+        layer.attend(*step(case, kv.lengths, 1, seed), None, case.d**-0.5)
+        heads = layer.key.pool.heads
+        if not any(known() is heads for known in seen):
+            seen.append(weakref.ref(heads))
+    assert len(seen) > 1
+    del heads
+    assert [known() is not None for known in seen] == [False] * (len(seen) - 1) + [True]
