@@ -57,14 +57,14 @@ def test_it_is_bounded(shape, layers, b, pages):
 
 @pytest.mark.parametrize("rows", [None, 4000])
 def test_parameters_from_a_sequence_on(rows):
-    """Where rows say what the ring has, it stays where it is."""
+    """Where rows say what prompt and ring have, these stay where they are."""
     params = Params(table=1000, table_stride=7, lengths=2000, offsets=3000, rows=rows)
     params.prompt.data, params.prompt.sequence = 1 << 20, 100
     params.ring.data, params.ring.sequence = 1 << 30, 50
     found = params.from_sequence(3, 2)
     assert (found.table, found.lengths, found.offsets) == (1000 + 3 * 4 * 7, 2012, 3012)
     assert (found.rows, found.segment_ids) == (rows and 4012, None)
-    assert found.prompt.data == (1 << 20) + 3 * 100 * 2
+    assert found.prompt.data == (1 << 20) + (0 if rows else 3 * 100 * 2)
     assert found.ring.data == (1 << 30) + (0 if rows else 3 * 50 * 2)
     assert (params.table, params.ring.data) == (1000, 1 << 30)
 
