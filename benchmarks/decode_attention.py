@@ -38,13 +38,13 @@ L2_BYTES = 60 << 20  # of an H200, and some more
 MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8)}  # query heads, kv heads
 
 
-def nuq(bits: int, outliers: bool = True) -> LayerFormat:
+def nuq(bits: int, outliers: bool = True, t: int = 64) -> LayerFormat:
     """KVQuant with 1% outliers, or without."""
     window = Window(sinks=1)
     key, value = (Sparse(0.01, "channel", "bundle"), Sparse(0.01, "token", "online")) if outliers else (None, None)
     return LayerFormat(
-        Format(64, Dense(bits, "channel", 0, "nuq", "bundle"), key, window, "pre_rope"),
-        Format(64, Dense(bits, "token", 0, "nuq"), value, window),
+        Format(t, Dense(bits, "channel", 0, "nuq", "bundle"), key, window, "pre_rope"),
+        Format(t, Dense(bits, "token", 0, "nuq"), value, window),
     )
 
 
@@ -74,6 +74,8 @@ FORMATS: dict[str, LayerFormat] = {
     "nuq2-1": nuq(2),
     "nuq4": nuq(4, outliers=False),
     "nuq2": nuq(2, outliers=False),
+    "nuq2-t32": nuq(2, outliers=False, t=32),
+    "nuq2-t16": nuq(2, outliers=False, t=16),
     "banded4": banded(3.75),
     "banded3": banded(3),
     "banded2": banded(2),

@@ -78,8 +78,8 @@ struct Alone {
 
     // Of a sequence of so many tokens.
     __device__ __forceinline__ int weight(int tokens) const {
-        const int units = L::units(tokens - at.params.m);
-        return UNIT * units + (max(tokens - units * L::T, 0) + TILE - 1) / TILE + ENDS;
+        const int packed = L::packed_by_both(tokens - at.params.m);
+        return UNIT * L::units_of(packed) + (max(tokens - packed, 0) + TILE - 1) / TILE + ENDS;
     }
     __device__ __forceinline__ int number(const int* of, int chunk) const { return 32 * chunk + at.lane < at.params.b ? of[32 * chunk + at.lane] : 0; }
     __device__ __forceinline__ int weight(int chunk, int length) const { return 32 * chunk + at.lane < at.params.b ? weight(length) : 0; }
@@ -211,7 +211,7 @@ struct Alone {
         values.restore();
     }
     __device__ __forceinline__ int places() const { return (static_cast<int>(gridDim.x) + at.params.h_kv) * WARPS; }
-    __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + max(at.key_units, at.value_units) * L::T; }
+    __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + max(at.key_packed, at.value_packed); }
 
     // The query of the sequence and head to shared memory, scaled and bounded. The warp meets.
     __device__ __forceinline__ void put_query() const {

@@ -200,7 +200,7 @@ struct Attend {
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
         exact.tokens(exact_from(), at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle, L::TEAMS);
     }
-    __device__ __forceinline__ int exact_from() const { return K::SINKS + max(at.key_units, at.value_units) * T; }
+    __device__ __forceinline__ int exact_from() const { return K::SINKS + max(at.key_packed, at.value_packed); }
 };
 
 template <typename Shape>

@@ -1,4 +1,4 @@
-// Packed pages of keys and values whose codes are bytes: a warp takes whole pages of a head, 64 tokens and all channels.
+// Packed pages of keys and values whose codes are bytes: a warp takes whole units of a head, 64 tokens and all channels, of one page or several.
 //
 // Codes become bytes in registers (cuda/bytes_codes.cuh) and meet the query, or the probabilities, in products of bytes with exact sums.
 // The query is eight queries (cuda/bytes_query.cuh), the columns of a product of their low bytes and of one of their high bytes; a
@@ -73,7 +73,7 @@ struct BytePages {
             query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
-            scores();
+            scores(feed.tiles(i));
             feed.keys_done();
             feed.open_values();
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
@@ -110,10 +110,14 @@ struct BytePages {
 
     // ---- keys ----
 
-    // Scores of the page's tokens, and from them probabilities.
-    __device__ __forceinline__ void scores() {
+    // Scores of the unit's tokens, of which so many tiles are there, and from them probabilities.
+    __device__ __forceinline__ void scores(int tiles) {
         float score[ROWS][2];
         keys.scores(query, score);
+        if (B::PAGES > 1 && at.c >= tiles) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) score[row][0] = score[row][1] = minus_infinity();
+        }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             if constexpr (K::SPARSE) {

@@ -1,6 +1,7 @@
-// Copies of a warp's pages to shared memory: codes, scales and lists of outliers. There is room for one page; its keys are replaced
-// by the next page's as soon as they have been used, while its values are at work, and the other way round. Where a list lies says
-// the page's directory, which goes two pages ahead.
+// Copies of a warp's units to shared memory: codes, scales and lists of outliers. There is room for one; its keys are replaced
+// by the next one's as soon as they have been used, while its values are at work, and the other way round. Where a list lies says
+// the page's directory, which goes two pages ahead. A unit is one page, or several smaller ones that lie behind each other
+// in shared memory as the tiles of one page do; those which a sequence's last unit lacks are its last page again.
 #pragma once
 
 #include "layout.cuh"
@@ -26,9 +27,8 @@ struct PageList {
 };
 
 // What a lane copies of every page of one side: where it lies from a page's or record's start on is the same for all pages.
-template <typename S, typename C>
+template <typename S>
 struct LaneSource {
-    using B = ByteLayout<C>;
     const unsigned char *codes, *record;  // of page 0: the lane's first piece of this head's codes; the record
     unsigned codes_stride;
 
@@ -49,23 +49,26 @@ struct ByteFeed {
     const Place<C>& at;
     unsigned char* const mine;  // the warp's part of shared memory
     const unsigned to;          // its address, and the lane's first piece in it
-    const LaneSource<K, C> keys;
-    const LaneSource<V, C> values;
+    const LaneSource<K> keys;
+    const LaneSource<V> values;
     const int *const key_table, *const value_table;
-    const int scale_from;      // the lane's piece of the tokens' scales and zero points, in a page or record
+    const int scale_from;      // the lane's piece of the tokens' scales and zero points, in a page (from its piece of codes on) or record
     const int directory_from;  // the lane's piece of a directory, in a record: of keys (lanes below PIECES), or of values (the next PIECES)
-    const int first, count;    // the warp's pages: first, first + STRIDE, ...; none, if count is not positive
-    int taken;                 // pages whose ids were taken
-    int2 ids;                  // (keys, values) of 32 pages, one a lane
-    int2 now, next, later;     // of the page at hand, and of the next ones; behind the last page: the last one again
+    const int first, count;    // the warp's units: first, first + STRIDE, ...; none, if count is not positive
+    const int pages;           // of the sequence
+    int taken;                 // units whose ids were taken
+    int2 ids;                  // (keys, values) of 32 pages, one a lane: of so many units
+    int2 now, next, later;     // of the unit at hand, and of the next ones; behind the last one: the last one again. Of several pages, lane i has those of i % PAGES
     unsigned turn;             // 0 or where the directories of odd pages lie behind those of even ones
 
-    __device__ __forceinline__ ByteFeed(const Place<C>& place, unsigned char* memory, int first_page, int pages)
+    static constexpr int PAGES = B::PAGES, ASKED = 32 / PAGES, PIECES_OF_SCALES = K::T / 8;
+
+    __device__ __forceinline__ ByteFeed(const Place<C>& place, unsigned char* memory, int first_unit, int units)
         : at(place), mine(memory), to(shared_address(memory) + 16 * place.lane), keys(place.params.key, place.head, place.params.h_kv, place.lane),
           values(place.params.value, place.head, place.params.h_kv, place.lane), key_table(place.params.key.table + place.sequence * place.params.key.table_stride),
           value_table(place.params.value.table + place.sequence * place.params.value.table_stride),
-          scale_from((place.lane < 8 ? V::SCALE : V::ZERO - 128) + (V::SCALE_IN_RECORD ? 16 * place.lane : -V::CODES)), directory_from(directory_piece(place)),
-          first(first_page), count(pages), taken(0), ids{}, now{}, next{}, later{}, turn(0) {
+          scale_from(scale_piece(place.lane)), directory_from(directory_piece(place)),
+          first(first_unit), count(units), pages(place.key_packed / K::T), taken(0), ids{}, now{}, next{}, later{}, turn(0) {
         ask();
     }
 
@@ -87,19 +90,31 @@ struct ByteFeed {
         return (place.lane < PIECES ? K::START : V::START) + (place.head + place.lane % PIECES) * (B::TILES * 4);
     }
 
+    // A piece has eight tokens' scales; zero points follow them in shared memory.
+    static __device__ __forceinline__ int scale_piece(int lane) {
+        const int in_page = (lane < 8 ? V::SCALE : V::ZERO) + lane % PIECES_OF_SCALES * 16;
+        return V::SCALE_IN_RECORD ? in_page : in_page - V::CODES - 16 * lane;
+    }
+
     // Asks for the ids of 32 pages, if there are more.
     __device__ __forceinline__ void ask() {
         if (taken >= count) return;
-        const int unit = first + min(taken + at.lane, count - 1) * L::STRIDE;
-        ids = make_int2(key_table[unit], value_table[unit]);
+        const int unit = first + min(taken + at.lane / PAGES, count - 1) * L::STRIDE;
+        const int page = PAGES == 1 ? unit : min(unit * PAGES + at.lane % PAGES, pages - 1);
+        ids = make_int2(key_table[page], value_table[page]);
     }
-    // Ids of the next page.
+    // Ids of the next unit.
     __device__ __forceinline__ int2 take() {
-        const int page = min(taken, count - 1);
-        if (taken && taken % 32 == 0) ask();
+        const int unit = min(taken, count - 1);
+        if (taken && taken % ASKED == 0) ask();
         ++taken;
-        return make_int2(__shfl_sync(~0u, ids.x, page), __shfl_sync(~0u, ids.y, page));
+        const int from = PAGES == 1 ? unit : unit % ASKED * PAGES + at.lane % PAGES;
+        return make_int2(__shfl_sync(~0u, ids.x, from), __shfl_sync(~0u, ids.y, from));
     }
+    // The id of a unit's page.
+    static __device__ __forceinline__ int page_of(int ids, int page) { return PAGES == 1 ? ids : __shfl_sync(~0u, ids, page); }
+    // How many tiles the i-th unit has, or more than there are.
+    __device__ __forceinline__ int tiles(int i) const { return pages * (K::T / TILE) - (first + i * L::STRIDE) * B::TILES; }
 
     // Starts the copies of the first page's lists: its codes are under way.
     __device__ __forceinline__ void start() {
@@ -148,8 +163,9 @@ struct ByteFeed {
     }
 
     __device__ __forceinline__ void key_codes() const {
-        codes<B::KEY_BYTES>(to + B::KEY_CODES, keys.codes_of(next.x));
-        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(next.y) : values.codes_of(next.y);
+        codes(to + B::KEY_CODES, keys, next.x);
+        const int id = page_of(next.y, at.lane % 8 / PIECES_OF_SCALES);
+        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(id) : values.codes_of(id);
         if (B::SCALED && at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
     }
     __device__ __forceinline__ void key_list() const {
@@ -157,7 +173,7 @@ struct ByteFeed {
         directories(later, turn);
         copy_commit();
     }
-    __device__ __forceinline__ void value_codes() const { codes<B::VALUE_BYTES>(to + B::VALUE_CODES, values.codes_of(next.y)); }
+    __device__ __forceinline__ void value_codes() const { codes(to + B::VALUE_CODES, values, next.y); }
     __device__ __forceinline__ void value_list() {
         if constexpr (V::SPARSE) outliers<V>(values.record_of(next.y), mine + B::DIRECTORIES + B::DIRECTORY_BYTES + (turn ^ DIRECTORIES), to + B::VALUE_LIST);
         copy_commit();
@@ -172,12 +188,27 @@ struct ByteFeed {
         }
     }
 
-    template <int BYTES>
-    __device__ __forceinline__ void codes(unsigned to_piece, const unsigned char* from) const {
+    // A unit's codes of one side, 512 bytes at a time.
+    template <typename S>
+    __device__ __forceinline__ void codes(unsigned to_piece, const LaneSource<S>& side, int ids) const {
+        constexpr int PAGE = S::T / TILE * S::TILE_BYTES, BYTES = PAGES * PAGE;
         static_assert(BYTES % 256 == 0, "half of the lanes copy as much");
+        if constexpr (PAGE % 512 == 0 || PAGES == 1) {
 #pragma unroll
-        for (int i = 0; i < BYTES / 512; ++i) copy_async<16>(to_piece + 512 * i, from + 512 * i);
-        if (BYTES % 512 && at.lane < 16) copy_async<16>(to_piece + BYTES / 512 * 512, from + BYTES / 512 * 512);
+            for (int page = 0; page < PAGES; ++page) {
+                const unsigned char* from = side.codes_of(page_of(ids, page));
+#pragma unroll
+                for (int i = 0; i < PAGE / 512; ++i) copy_async<16>(to_piece + page * PAGE + 512 * i, from + 512 * i);
+                if (PAGE % 512 && at.lane < 16) copy_async<16>(to_piece + PAGE / 512 * 512, from + PAGE / 512 * 512);
+            }
+        } else {  // lanes of different pages
+#pragma unroll
+            for (int i = 0; i < (BYTES + 511) / 512; ++i) {
+                const int piece = 512 * i + 16 * at.lane, page = piece / PAGE;
+                const unsigned char* from = side.codes_of(page_of(ids, page)) + (512 * i - page * PAGE);
+                if (piece < BYTES) copy_async<16>(to_piece + 512 * i, from);
+            }
+        }
     }
     // A page's list, from the piece in which it begins.
     template <typename S>

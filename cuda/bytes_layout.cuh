@@ -6,18 +6,18 @@
 namespace signpost {
 
 // Whether keys and values have nothing but codes of few bits, whose numbers are whole multiples of a unit, scales that can be
-// taken out of the products, and outliers.
+// taken out of the products, and outliers, where a page is a unit: a list of a unit's outliers is one page's.
 template <typename Shape>
 struct Bytes {
     using K = typename Shape::Key;
     using V = typename Shape::Value;
     template <typename S>
     static constexpr bool plain() {
-        return S::T == 64 && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER;
+        return (S::T == 64 || (64 % S::T == 0 && !S::SPARSE)) && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER;
     }
     static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED && !K::ROTATE;
     static constexpr bool VALUES = plain<V>() && (V::BANDED ? !V::SPARSE : V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D && !V::ROTATE);
-    static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
+    static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::T == V::T && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
 };
 
 // The copy of the list of a page of one head, of at most MOST outliers, in shared memory: its indices, from the piece of 16 bytes on in which they begin, and its corrections,
@@ -51,6 +51,7 @@ struct ByteLayout {
     using K = typename C::Key;
     using V = typename C::Value;
     static constexpr int D = C::D, ROWS = C::ROWS, T = 64, TILES = T / TILE, STEPS = D / 16, PAIRS = D / 2;
+    static constexpr int PAGES = T / K::T;           // of a unit
     static constexpr int FAST = 2;                   // steps of channels whose keys are turned: the fastest pairs
     static constexpr int SLOW = (STEPS - FAST) / 2;  // products over 32 channels that functions of the token turn
     static constexpr int FUNCTIONS = 8;
@@ -72,7 +73,7 @@ struct ByteLayout {
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
     static constexpr int BLOCK_BYTES = TURNS + 2 * FAST * 512;
 
-    // Of a warp: a page of one head,
+    // Of a warp: a unit's pages of one head, one after the other,
     static constexpr int KEY_CODES = 0, KEY_BYTES = TILES * K::TILE_BYTES;
     static constexpr int VALUE_CODES = KEY_CODES + KEY_BYTES, VALUE_BYTES = TILES * V::TILE_BYTES;
     static constexpr bool SCALED = V::SCALES == Scales::TOKEN;

@@ -29,7 +29,7 @@ struct Exact {
         __device__ __forceinline__ explicit Vectors(const Place<C>& at) : stride(at.params.h_kv * D) {
             const SideParams& side = KEY ? at.params.key : at.params.value;
             capacity = static_cast<int>(side.capacity);
-            const unsigned packed = (KEY ? at.key_units : at.value_units) * L::T;
+            const unsigned packed = KEY ? at.key_packed : at.value_packed;
             begin = SINKS + static_cast<int>(packed - packed % static_cast<unsigned>(capacity));
             sinks = static_cast<const Model*>(side.sinks) + static_cast<long long>(at.sequence) * SINKS * stride + at.head * D;
             window = static_cast<const Model*>(side.window) + at.sequence * side.capacity * stride + at.head * D;

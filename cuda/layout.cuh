@@ -7,7 +7,7 @@
 // once a turn (softmax, transposition, turning the query) is paid for PHASES tiles, and no column of the matrix instruction idles
 // where query rows are few. With more than eight rows there are two column blocks and one phase.
 //
-// Where pages go by bytes (cuda/bytes.cuh) a warp takes whole units, pages of 64 tokens; there are no turns, and phases, places and groups mean nothing.
+// Where pages go by bytes (cuda/bytes.cuh) a warp takes whole units, 64 tokens; there are no turns, and phases, places and groups mean nothing.
 #pragma once
 
 #include "bytes_layout.cuh"
@@ -60,13 +60,13 @@ struct Layout {
     static constexpr int PITCH = ROWS > 8 ? 16 : ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
     static constexpr int USED = NT == 1 ? PHASES * PITCH : COLUMNS;  // columns
     static_assert(USED <= COLUMNS, "every phase has columns of its own");
-    // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it.
-    static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
+    // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it; by bytes one or more pages, of which the last unit of a sequence may lack some.
+    static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT && !BYTES ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
     // From one unit of a group to its next: all groups are at the same place of memory, which is faster, but for factors, whose segments
     // are then looked up least often.
     static constexpr int SHARERS = ALONE ? 1 : GROUPS;  // of a stretch of units
     static constexpr int HOP = K::RANK || V::RANK ? 1 : SHARERS;
-    static_assert(K::T % T == 0 && V::T % T == 0 && T % TILE == 0, "pages are multiples of the unit");
+    static_assert((BYTES || (K::T % T == 0 && V::T % T == 0)) && T % TILE == 0, "pages are multiples of the unit");
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.
     static constexpr int MEETING = ROPE ? PARTS * TILES : PARTS;
@@ -169,24 +169,23 @@ struct Layout {
     static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }
     static __device__ __forceinline__ int row_of(int column) { return NT == 1 ? column % PITCH : column; }
 
-    // Units of which a side of a sequence of so many tokens is packed.
+    // How many tokens of a sequence of so many a side's pages have, and both sides'.
     template <typename S>
-    static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * (S::T / T); }
+    static __device__ __forceinline__ int packed(int tokens) { return max(0, tokens - S::SINKS - S::RECENT) / S::T * S::T; }
+    static __device__ __forceinline__ int packed_by_both(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)); }
 
-    // Of which both sides are.
-    static __device__ __forceinline__ int units(int tokens) { return min(packed<K>(tokens), packed<V>(tokens)); }
+    // Units of so many tokens.
+    static __device__ __forceinline__ int units_of(int packed) { return (packed + T - 1) / T; }
+    static __device__ __forceinline__ int units(int tokens) { return units_of(packed_by_both(tokens)); }
 };
 
-// What a block works on: a sequence of `length` tokens, the first at position `offset`, units of which are packed; one of its kv heads; units from ... to - 1
+// What a block works on: a sequence of `length` tokens, the first at position `offset`, so many of which a side's pages have; one of its kv heads; units from ... to - 1
 // of that. begins, ends: whether the head's part of the line does here (who has its end does the exact part); final: whether it is the block's last one.
 struct Task {
-    int sequence, length, offset, key_units, value_units;
+    int sequence, length, offset, key_packed, value_packed;
     int head;
     int from, to;
     int begins, ends, final;
-
-    // Units of which both sides are packed.
-    __device__ __forceinline__ int units() const { return min(key_units, value_units); }
 };
 
 // Where a thread stands, and its block's task.
@@ -216,9 +215,11 @@ struct Place : Task {
     // A sequence of `tokens` tokens, the first at position `first`.
     __device__ __forceinline__ void take(int b, int tokens, int first) {
         sequence = b, length = tokens, offset = first;
-        key_units = L::template packed<typename L::K>(length - params.m);
-        value_units = L::template packed<typename L::V>(length - params.m);
+        key_packed = L::template packed<typename L::K>(length - params.m);
+        value_packed = L::template packed<typename L::V>(length - params.m);
     }
+    // Units of which both sides are packed.
+    __device__ __forceinline__ int units() const { return L::units_of(min(key_packed, value_packed)); }
 
     // Codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment, and what was copied before; many lanes then wait for one load,
     // not one after the other for each of theirs. All threads; ends with a barrier.

@@ -91,10 +91,10 @@ struct TilePages {
 
     // Units of packed values whose keys are exact still, and the other way round. Which side is ahead, window and page size of both say.
     __device__ __forceinline__ void exact_keys() {
-        if constexpr (L::KEYS_BEHIND) units<false, true>(at.key_units, at.value_units);
+        if constexpr (L::KEYS_BEHIND) units<false, true>(at.key_packed / T, at.value_packed / T);
     }
     __device__ __forceinline__ void exact_values() {
-        if constexpr (L::VALUES_BEHIND) units<true, false>(at.value_units, at.key_units);
+        if constexpr (L::VALUES_BEHIND) units<true, false>(at.value_packed / T, at.key_packed / T);
     }
 
     // Goes through the units of a flow that has been started.

@@ -148,13 +148,14 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -
     def plain(side: PageGeometry) -> bool:
         fmt = side.format
         few = fmt.banded or (fmt.dense and 2 <= fmt.dense.bits <= 4)
-        return bool(fmt.t == 64 and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
+        whole = fmt.t == 64 or (64 % fmt.t == 0 and not fmt.sparse)  # pages of a unit
+        return bool(whole and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
 
     k, v, d = key.format, value.format, key.shape.d
     turned = k.domain == "pre_rope" and rope.dim == d and rope.layout != "interleaved" and not k.rotate
     whole = v.dense is not None and (v.dense.spans_heads or v.dense.scale_shape(value.shape)[2] == 1)
     by_token = not v.sparse if v.banded else scale_kind(value) == "TOKEN" and whole and not v.rotate
-    alike = (k.window.recent, k.window.sinks) == (v.window.recent, v.window.sinks)
+    alike = (k.t, k.window.recent, k.window.sinks) == (v.t, v.window.recent, v.window.sinks)
     scaled = scale_kind(key) == "CHANNEL_BUNDLE"
     return plain(key) and plain(value) and scaled and turned and by_token and alike and d <= 128 and rows <= 2
 

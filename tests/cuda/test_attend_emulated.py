@@ -216,6 +216,35 @@ BANDED = LayerFormat(
 )
 
 
+def without_outliers(bits: int) -> LayerFormat:
+    formats = with_outliers(0.01, bits)
+    return LayerFormat(replace(formats.key, sparse=None), replace(formats.value, sparse=None))
+
+
+def in_pages_of(t: int, formats: LayerFormat) -> LayerFormat:
+    return LayerFormat(replace(formats.key, t=t), replace(formats.value, t=t))
+
+
+@pytest.mark.parametrize("t", [16, 32])
+@pytest.mark.parametrize(
+    ("formats", "g", "d", "alone"),
+    [
+        (without_outliers(2), 1, 128, True),
+        (without_outliers(2), 2, 64, False),
+        (without_outliers(3), 1, 128, False),
+        (without_outliers(3), 2, 64, True),
+        (without_outliers(4), 1, 64, False),
+        (BANDED, 1, 128, True),
+        (BANDED, 2, 128, False),
+    ],
+)
+def test_units_of_several_pages(t, formats, g, d, alone, monkeypatch):
+    """Of which a sequence's last one may lack some."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone))
+    taken = in_pages_of(t, formats)
+    check(case(taken, 2 * g, d=d), [1, 17, 18 + t, 66, 113, 130, 64 * 9 + 37])
+
+
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
