@@ -1,4 +1,5 @@
-// Tokens that no page holds: sinks and the window, in the model's own numbers. A team takes 16 of them as a turn of one phase.
+// Tokens that no page holds: sinks and the window, in the model's own numbers. A team takes 16 of them as a turn of one phase. Behind the last sink
+// comes the window's first token, so a few sinks cost no tile of their own.
 #pragma once
 
 #include "query.cuh"
@@ -61,12 +62,17 @@ struct Exact {
         else return make_uint4(pair_of(from), pair_of(from + 2), pair_of(from + 4), pair_of(from + 6));
     }
 
-    // Scores of tokens token ... token + 15; those from `end` on are read as the one before it and masked by the caller. Lane c has the channels
-    // 8c ... 8c + 7 of each 32, which are two steps, as the operand has them (Query::exact_half).
-    __device__ __forceinline__ void scores(const Vectors<true>& keys, int token, int end, float (&score)[NT][4]) const {
+    // A lane's tokens of 16, rows r and r + 8 of an operand.
+    struct Pair {
+        int low, high;
+    };
+    // Of tokens token ... token + 15; in place of those from `end` on, which the caller masks, the one before it.
+    __device__ __forceinline__ Pair pair_at(int token, int end) const { return {min(token + at.r, end - 1), min(token + at.r + 8, end - 1)}; }
+
+    // Scores of 16 tokens. Lane c has the channels 8c ... 8c + 7 of each 32, which are two steps, as the operand has them (Query::exact_half).
+    __device__ __forceinline__ void scores(const Vectors<true>& keys, const Pair& of, float (&score)[NT][4]) const {
         fill<L>(score, 0.f);
-        const Model* low = keys(min(token + at.r, end - 1)) + 8 * at.c;
-        const Model* high = keys(min(token + at.r + 8, end - 1)) + 8 * at.c;
+        const Model *low = keys(of.low) + 8 * at.c, *high = keys(of.high) + 8 * at.c;
 #pragma unroll
         for (int t = 0; t < STEPS / 2; ++t) {
             const uint4 x = eight_of(low + 32 * t), y = eight_of(high + 32 * t);
@@ -77,9 +83,8 @@ struct Exact {
     }
 
     // Adds their values times probabilities b. A lane reads pairs of channels of the tokens r and r + 8; transposed they are operands.
-    __device__ __forceinline__ void add_values(const Vectors<false>& values, int token, int end, const unsigned (&b)[NT][2]) {
-        const Model* low = values(min(token + at.r, end - 1)) + 2 * at.c;
-        const Model* high = values(min(token + at.r + 8, end - 1)) + 2 * at.c;
+    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+        const Model *low = values(of.low) + 2 * at.c, *high = values(of.high) + 2 * at.c;
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
             const int from = 16 * at.step(u);
@@ -90,30 +95,30 @@ struct Exact {
 
     // Sinks, and all tokens from `first` on: 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
     __device__ __forceinline__ void tokens(int first, int begin, int step) {
-        const int sinks = min(K::SINKS, at.length), sink_tiles = (sinks + TILE - 1) / TILE;
-        const int tiles = sink_tiles + (max(0, at.length - first) + TILE - 1) / TILE;
+        const int sinks = min(K::SINKS, at.length), count = sinks + max(0, at.length - first), tiles = (count + TILE - 1) / TILE;
         if (begin >= tiles) return;
+        auto token_of = [&](int i) { return i < sinks ? i : first + i - sinks; };
         const Vectors<true> keys(at);
         const Vectors<false> values(at);
 #pragma unroll 1
         for (int i = begin; i < tiles; i += step) {
-            const int token = i < sink_tiles ? i * TILE : first + (i - sink_tiles) * TILE;
-            const int end = i < sink_tiles ? sinks : at.length;
+            const Pair place = pair_at(i * TILE, count), of{token_of(place.low), token_of(place.high)};
             float score[NT][4];
-            scores(keys, token, end, score);
+            scores(keys, of, score);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int t = token + at.r + e / 2 * 8, row = blockIdx.y * L::ROWS + L::row_of(8 * n + 2 * at.c + e % 2);
+                    const int row = blockIdx.y * L::ROWS + L::row_of(8 * n + 2 * at.c + e % 2);
                     const int newest = at.length - at.params.m + min(row / at.params.g, at.params.m - 1);  // the row's own token
-                    if (t >= end || t > newest || !at.in_phase(e % 2, 0)) score[n][e] = minus_infinity();
+                    const bool there = i * TILE + at.r + e / 2 * 8 < count;
+                    if (!there || (e / 2 ? of.high : of.low) > newest || !at.in_phase(e % 2, 0)) score[n][e] = minus_infinity();
                 }
             }
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score, b);
-            add_values(values, token, end, b);
+            add_values(values, of, b);
         }
     }
 };

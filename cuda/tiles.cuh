@@ -141,7 +141,7 @@ struct TilePages {
                     keys.scores(tiles, turn, of_tiles);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), token + tile_at(i, p, live) * HOP * T, at.length, of_tiles[i]);
+                    for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length), of_tiles[i]);
                 }
 #pragma unroll
                 for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
@@ -180,7 +180,7 @@ struct TilePages {
                     for (int i = 0; i < B; ++i) {
                         unsigned b[NT][2];
                         softmax.of_phase(values.scaled, p + i, b);
-                        exact.add_values(typename Exact<C>::template Vectors<false>(at), token + tile_at(i, p, live) * HOP * T, at.length, b);
+                        exact.add_values(typename Exact<C>::template Vectors<false>(at), exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length), b);
                     }
                 }
                 __syncwarp();
