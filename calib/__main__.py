@@ -7,21 +7,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from rich.console import Console
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
-from calib.config import Config, ConfigError, Settings, register
+from calib.config import Settings, register
+from calib.options import allowed, check_names, check_words
 
 # Before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, costs minutes where
 # something else uses the same cores.
@@ -33,7 +32,6 @@ _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
 COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
-GROUPS = ("experiment", "hydra", "launcher")  # what is no field of the schema
 
 
 def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
@@ -112,26 +110,12 @@ def _one_line(error: BaseException) -> str:
         group, _, name = error.missing_cfg_file.partition("/")
         known = sorted(str(p.relative_to(CONF / group).with_suffix("")) for p in (CONF / group).rglob("*.yaml"))
         return f"{group}={name}: known are {', '.join(known)}"
+    cause, given = error.__cause__, re.search(r"merging override (.*)", str(error))
+    if given and isinstance(cause, ValidationError) and (values := allowed(cause.full_key or "")):
+        return f"{given[1]}: allowed are {values}"
     text = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     kept = re.split(r"\n\s*(?:Config search path|object_type=|reference_type=|See https)", text)[0]
     return re.sub(r"\s*full_key: \S+", "", kept)
-
-
-def _check_options(options: list[str]) -> None:
-    """Raises ConfigError with the list of known options where one is unknown: Hydra names only the unknown one."""
-    for override in OverridesParser.create().parse_overrides(options):
-        path = override.key_or_group.replace("/", ".").split("@")[0].split(".")
-        if path[0] in GROUPS:
-            continue
-        schema: Any = Config
-        for depth, name in enumerate(path):
-            if not is_dataclass(schema):  # formats are checked by who reads them
-                break
-            known = get_type_hints(schema)
-            if name not in known:
-                listed = ", ".join(".".join([*path[:depth], k]) for k in known)
-                raise ConfigError(f"unknown option {'.'.join(path)!r}: known are {listed}. See --help")
-            schema = known[name]
 
 
 def main() -> None:
@@ -148,7 +132,8 @@ def main() -> None:
         arguments = [a.replace("=~/", f"={Path.home()}/") for a in sys.argv[1:]]
         options = [a for a in arguments if "=" in a and not a.startswith("-")]
         flags = [a for a in arguments if a not in options]
-        _check_options(options)
+        check_words(flags)
+        check_names(options)
         # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
         sys.argv[1:] = [*flags, *options]  # flags first: argparse wants the options in one piece

@@ -10,13 +10,16 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from artifacts import Format, LayerFormat
+from artifacts.codes import BITS
 from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
+from artifacts.parts.sparse import LARGEST
 from calib.choices import LayerRecipe, split
 
 WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
+SHARES = f"numbers from 0 (none) to {LARGEST}"
 WORK = ".signpost-work"
 NAMED = ("first_half", "second_half", "sliding")
 
@@ -112,7 +115,7 @@ class CandidatesConfig:
 
 @dataclass
 class Config:
-    """Everything that `python -m calib` takes."""
+    """Everything that `python -m calib` takes. Metadata: what is allowed, where the type does not say all."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -123,8 +126,8 @@ class Config:
     table: str | None = None
     speed: str | None = None
     most_us: float | None = None
-    bits: int = 4
-    outliers: float = 0.01
+    bits: int = field(default=4, metadata={"allowed": ", ".join(map(str, BITS))})
+    outliers: float = field(default=0.01, metadata={"allowed": SHARES})
     sinks: int = 1
     samples: int = 16
     seqlen: int = 2048
@@ -136,23 +139,11 @@ class Config:
     out: str = MISSING
 
 
-GROUPS = (
-    ("model", ModelConfig),
-    ("method", MethodConfig),
-    ("data", TextConfig),
-    ("eval", EvalConfig),
-    ("candidates", CandidatesConfig),
-)
-
-
 def register(scratch: str = ".") -> None:
     """Gives Hydra the schema against which `conf/` is checked. scratch: folder for what Hydra leaves behind."""
     OmegaConf.register_new_resolver("bundle_path", _bundle_path, replace=True)
     OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for group, node in GROUPS:
-        store.store(group=group, name="schema", node=node)
+    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def _bundle_path(model: str, method: str, bits: int, budget: str | None) -> str:
@@ -210,6 +201,8 @@ class Settings:
     def _validate(self) -> None:
         c = self.config
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
+        if not 0 <= c.outliers <= LARGEST:
+            raise ConfigError(f"outliers={c.outliers}: allowed are {SHARES}; outliers=0 keeps none")
         if not c.checkpoint >= 0:
             raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
         if c.dry_run and c.budget is not None:

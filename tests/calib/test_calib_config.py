@@ -131,18 +131,27 @@ BAD = {
     "data=foo": "data=foo: known are .*generated.*text",
     "eval=foo": "eval=foo: known are .*none",
     "experiment=foo": "experiment=foo: known are .*ladder/int2-token",
+    "model=schema": "model=schema: known are .*tiny",
     "model=local": "model.path has no value: set model.path=",
-    "nosuch=1": "unknown option 'nosuch': known are model, method, data, eval, candidates, budget, .*out. See --help",
+    "nosuch=1": "unknown option 'nosuch': known are model, method, .*, out, experiment, launcher. See --help",
     "+nosuch=1": "unknown option 'nosuch'",
     "method.nosuch=1": "unknown option 'method.nosuch': known are method.name, method.key",
     "eval.token=1": "unknown option 'eval.token': known are .*eval.tokens",
-    "bits": "missing EQUAL",
+    "bits 3": "'bits' is no option: options are written name=value, such as bits=3. See --help",
+    "--bits 3": "'--bits' is no option: options are written name=value",
+    "--bits=3": "'--bits=3' is no option: options are written name=value",
     "bits=2,3": "add --multirun",
     "bits=7": "method.key.dense: bits=7 is not supported: allowed are 1, 2, 3, 4, 8",
-    "bits=abc": "'abc' of type 'str' could not be converted to Integer",
-    "outliers=0.5": "sparse.fraction=0.5 must be above 0 and at most 0.25",
-    "outliers=-1": "sparse.fraction=-1.0 must be above 0",
-    "outliers=nan": "fraction=nan",
+    "bits=abc": "bits=abc: allowed are 1, 2, 3, 4, 8",
+    "bits=1.5": "bits=1.5: allowed are 1, 2, 3, 4, 8",
+    "samples=many": "samples=many: allowed are whole numbers",
+    "eval.tokens=all": "eval.tokens=all: allowed are whole numbers and null",
+    "dry_run=maybe": "dry_run=maybe: allowed are true and false",
+    "outliers=few": r"outliers=few: allowed are numbers from 0 \(none\) to 0.25",
+    "outliers=0.5": r"outliers=0.5: allowed are numbers from 0 \(none\) to 0.25; outliers=0 keeps none",
+    "outliers=-1": "outliers=-1.0: allowed are",
+    "outliers=nan": "outliers=nan: allowed are",
+    "method.key.sparse.fraction=0.5": "sparse.fraction=0.5 must be above 0 and at most 0.25",
     "samples=0": "samples=0 must be at least 1",
     "sinks=-1": "sinks=-1 must be at least 0",
     "seed=-1": "seed=-1 must be at least 0",
@@ -281,6 +290,7 @@ def test_help_and_composed_configuration(tmp_path):
     assert (shown.returncode, shown.stderr) == (0, "")
     for word in ("python -m calib model=", "turboquant-mse", "Exit codes: 0, 2 with"):
         assert word in shown.stdout
+    assert "schema" not in shown.stdout
     assert shown.stdout.count("\n") < 60
     assert max(map(len, shown.stdout.splitlines()[:35])) <= 120
     for option in fields(Config):
