@@ -38,6 +38,10 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
     """One run. stores: statistics of this command's earlier runs by folder."""
     with _one_line_errors():
         settings = Settings.of(composed)
+        if os.environ.get("RANK", "0") == "0":  # of several ranks the first one reads and writes
+            from calib.early import check
+
+            check(settings)
         from calib.summary import summary
 
         def tell(bundle: Bundle) -> None:

@@ -1,5 +1,6 @@
 """Configuration: the schema. Values live in `conf/`; Hydra composes them, `Settings.of` turns them into dataclasses."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
 SHARES = f"numbers from 0 (none) to {LARGEST}"
+DEVICES = r"auto|cpu|cuda(:\d+)?|split"
 WORK = ".signpost-work"
 NAMED = ("first_half", "second_half", "sliding")
 
@@ -200,6 +202,12 @@ class Settings:
 
     def _validate(self) -> None:
         c = self.config
+        paths = {"out": c.out, "work": c.work, "table": c.table, "speed": c.speed}
+        parts = {"model.path": c.model.path, "data.path": c.data.path, "eval.path": c.eval.path}
+        for name in (name for name, path in (paths | parts).items() if path == ""):
+            raise ConfigError(f"{name}= is empty: name a path, or leave the option out")
+        if not re.fullmatch(DEVICES, c.device):
+            raise ConfigError(f"device={c.device}: allowed are auto, cpu, cuda, cuda:0, ..., split")
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
         if not 0 <= c.outliers <= LARGEST:
             raise ConfigError(f"outliers={c.outliers}: allowed are {SHARES}; outliers=0 keeps none")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from omegaconf import MISSING as VALUE_MISSING
 from omegaconf import OmegaConf
 
 from artifacts import LowRank, Sketch
 from artifacts.errors import FormatError
-from calib import pipeline
+from calib import early, pipeline
 from calib.__main__ import CONF
 from calib.config import Config, ConfigError, Settings
 
@@ -217,10 +218,19 @@ BAD = {
     "eval=text": "eval=text needs eval.path=FILE_OR_FOLDER",
     "data.source=none": "data.source=none: allowed are generated, text, wikitext2, c4",
     "eval.source=some": "eval.source=some: allowed are generated, text, wikitext2, c4, none",
-    "device=nonsense": "device=nonsense: allowed are auto, cpu, cuda",
+    "device=nonsense": "device=nonsense: allowed are auto, cpu, cuda, cuda:0, ..., split",
+    "out=": "out= is empty: name a path, or leave the option out",
+    "data.path=": "data.path= is empty: name a path",
+    "out=README.md/x": r"out=README.md/x cannot be written \(Not a directory\): name a folder that can be made",
+    "out=README.md/x dry_run=true": "out=README.md/x cannot be written",
+    "budget=3bits@1K table=README.md/x": "table=README.md/x cannot be written",
+    "budget=3": "budget=3: say bits, or bytes",
+    "model=local model.path=README.md": "model.path=README.md is a file: name a folder that holds a Hugging Face model",
+    "model=local model.path=.": "model.path=. holds no config.json: name a folder that holds a Hugging Face model",
+    "model=local model.path=./x": "model.path=./x: there is no such folder, and hub ids look different: name a folder",
     "out=.": "out=. holds .* so it is not ours to replace: name a new or empty folder",
-    "data.path=nowhere.txt": "nowhere.txt does not exist: name a UTF-8 text file",
-    "eval.path=.": r". holds no .txt file",
+    "data.path=nowhere.txt": "data.path=nowhere.txt does not exist: name a UTF-8 text file",
+    "eval.path=.": "eval.path=. holds no .txt file: name a UTF-8 text file",
     "out=README.md": "out=README.md is a file: name a folder",
     "out=${nosuch}": "Interpolation key 'nosuch' not found",
 }
@@ -248,12 +258,49 @@ def test_a_device_that_is_not_there(calib, tmp_path):
     assert "use device=cpu" in done.err
 
 
-def test_a_model_that_is_not_there(calib, tmp_path):
-    done = calib("model=local", f"model.path={tmp_path / 'nowhere'}", f"out={tmp_path / 'out'}")
-    assert done.code == 2
-    (line,) = done.err.splitlines()
-    assert "nowhere" in line
-    assert "cannot load the model" in line
+def test_a_hub_that_is_not_reached_is_asked_once(calib, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(name, **named):
+        asked.append(name)
+        raise OSError("We couldn't connect to 'https://huggingface.co'") from LocalEntryNotFoundError("no route")
+
+    monkeypatch.setattr(pipeline.AutoConfig, "from_pretrained", ask)
+    for more in ("dry_run=true", "dry_run=false", "budget=3bits@1K"):
+        done = calib("model=llama2-7b", f"out={tmp_path / 'out'}", more)
+        assert done.code == 2
+        assert re.fullmatch(
+            r"error: model.path=meta-llama/Llama-2-7b-hf is no folder, the hub's cache \(HF_HOME\) does not have it, "
+            r"and the hub was not reached: download it .*hf download meta-llama/Llama-2-7b-hf.*, or name a folder .*\n",
+            done.err,
+        )
+    assert len(asked) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_whose_configuration_says_nothing(calib, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = calib("model=local", f"model.path={tmp_path}", f"out={tmp_path / 'out'}")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert re.match(
+        f"error: model.path={tmp_path}: .* Name a folder that holds a Hugging Face model, or a hub id", done.err
+    )
+
+
+@pytest.mark.parametrize("option", ["data=wikitext2", "eval=c4"])
+def test_texts_of_the_hub_need_a_package(calib, tmp_path, monkeypatch, option):
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(early, "find_spec", lambda name: None)
+    done = calib(option, f"out={tmp_path / 'out'}")
+    assert (done.code, done.err) == (
+        2, f"error: {option} needs the package `datasets`: pip install 'signpost-kv[datasets]'\n",
+    )  # fmt: skip
+
+
+def test_what_needs_no_model_imports_neither_torch_nor_transformers(tmp_path):
+    """Both take seconds, and an error should not."""
+    code = "import sys, calib.early\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_an_unknown_dtype(calib, tmp_path):
