@@ -3,6 +3,9 @@
 import logging
 import os
 import re
+import secrets
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -66,8 +69,9 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         store = Store(settings.work)
         if settings.config.work is None:
             store = stores.setdefault(settings.work, store)
-        if bundle := run(settings, Console(stderr=True), store):
-            tell(bundle)
+        with _told_what_is_kept(store):
+            if bundle := run(settings, Console(stderr=True), store):
+                tell(bundle)
 
 
 def _run(stores: dict[Path, Any]) -> None:
@@ -75,9 +79,40 @@ def _run(stores: dict[Path, Any]) -> None:
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(partial(_job, stores=stores))()
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated. Not among ranks: one that waits for others in C++ would never come to raise it."""
+
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return (yield)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _told_what_is_kept(store: Any) -> Iterator[None]:
+    """An interruption says what is left of the run, and that it can go on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        kept = f"the same command continues from {store.folder}, which is kept for it"
+        stop.args = (kept if store.kept else "nothing was saved yet, the same command starts from the beginning",)
+        raise
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turns the errors that a user can mend into one line and exit code 2, and Ctrl-C into exit code 130."""
+    """Turns errors that a user can mend into one line and exit code 2, Ctrl-C into exit code 130, SIGTERM into 143."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -88,9 +123,9 @@ def _one_line_errors() -> Iterator[None]:
         if not type(error).__module__.startswith("submitit") and "srun" not in str(error):
             raise
         sys.exit(_fail(_of_a_job(str(error))))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
+        sys.exit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT))
 
 
 def _fail(message: str) -> int:
@@ -122,6 +157,16 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s*full_key: \S+", "", kept)
 
 
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """Name of a folder for what Hydra leaves behind of several runs (-m). One run makes none."""
+    path = os.path.join(tempfile.gettempdir(), f"signpost-{secrets.token_hex(8)}")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def main() -> None:
     """Entry point."""
     if COMPLETION & set(sys.argv[1:]):
@@ -130,7 +175,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with _one_line_errors(), tempfile.TemporaryDirectory(prefix="signpost-") as scratch:
+    with _one_line_errors(), _terminable(), _scratch() as scratch:
         register(scratch)
         # The shell leaves the ~ of `name=~/x` alone, and Hydra cannot read it.
         arguments = [a.replace("=~/", f"={Path.home()}/") for a in sys.argv[1:]]
@@ -149,7 +194,8 @@ def main() -> None:
             leave()
         if os.environ.get("RANK", "0") == "0":  # all is done: nobody has to continue
             for store in stores.values():
-                store.clear()
+                if not store.clear():
+                    print(f"{store.folder} stays: other runs have saved there what they continue from", file=sys.stderr)
 
 
 if __name__ == "__main__":
