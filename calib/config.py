@@ -204,8 +204,8 @@ class Settings:
         c = self.config
         paths = {"out": c.out, "work": c.work, "table": c.table, "speed": c.speed}
         parts = {"model.path": c.model.path, "data.path": c.data.path, "eval.path": c.eval.path}
-        for name in (name for name, path in (paths | parts).items() if path == ""):
-            raise ConfigError(f"{name}= is empty: name a path, or leave the option out")
+        if empty := [name for name, path in (paths | parts).items() if path == ""]:
+            raise ConfigError(f"{empty[0]}= is empty: name a path, or leave the option out")
         if not re.fullmatch(DEVICES, c.device):
             raise ConfigError(f"device={c.device}: allowed are auto, cpu, cuda, cuda:0, ..., split")
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})

@@ -22,6 +22,8 @@ def check(settings: Settings) -> None:
     """Raises ConfigError, DataError, BundleError, and what a budget's choice raises. Leaves nothing behind."""
     config, measured = settings.config, False
     check_writable(Path(config.out), f"out={config.out}", owned_files)
+    if config.work is not None:  # whose files it is all right to find there
+        check_writable(settings.work / "stage", f"work={config.work}", os.listdir)
     if config.budget is not None:
         from calib.allocation.again import choice  # imports scipy
         from calib.allocation.table import FILES, RECORD

@@ -223,6 +223,7 @@ BAD = {
     "data.path=": "data.path= is empty: name a path",
     "out=README.md/x": r"out=README.md/x cannot be written \(Not a directory\): name a folder that can be made",
     "out=README.md/x dry_run=true": "out=README.md/x cannot be written",
+    "work=README.md": r"work=README.md cannot be written \(Not a directory\): name a folder that can be made",
     "budget=3bits@1K table=README.md/x": "table=README.md/x cannot be written",
     "budget=3": "budget=3: say bits, or bytes",
     "model=local model.path=README.md": "model.path=README.md is a file: name a folder that holds a Hugging Face model",
