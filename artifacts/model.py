@@ -118,8 +118,13 @@ class ModelFingerprint:
         mine, theirs = asdict(self), asdict(other)
         different = [k for k in mine if k != "name" and mine[k] != theirs[k]]
         if different:
-            pairs = "; ".join(f"{k}: bundle has {mine[k]}, model has {theirs[k]}" for k in different)
+            pairs = "; ".join(f"{k}: bundle has {_short(k, mine)}, model has {_short(k, theirs)}" for k in different)
             raise BundleMismatchError(
                 f"this bundle was calibrated for {self.name!r} and does not fit {other.name!r}: {pairs}. "
                 "Calibrate this model, or load the model that the bundle names"
             )
+
+
+def _short(name: str, fields: dict[str, Any]) -> Any:
+    """A field for messages: of hashes the first digits."""
+    return fields[name][:12] if name.endswith("_hash") else fields[name]

@@ -3,25 +3,27 @@
 import logging
 import os
 import re
+import secrets
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from rich.console import Console
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
-from calib.config import Config, ConfigError, Settings, register
+from calib.config import Settings, register
+from calib.options import allowed, check_names, check_words
 
 # Before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, costs minutes where
 # something else uses the same cores.
@@ -33,13 +35,16 @@ _HERE = Path(__file__).parent
 # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
 CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
 COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
-GROUPS = ("experiment", "hydra", "launcher")  # what is no field of the schema
 
 
 def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
     """One run. stores: statistics of this command's earlier runs by folder."""
     with _one_line_errors():
         settings = Settings.of(composed)
+        if os.environ.get("RANK", "0") == "0":  # of several ranks the first one reads and writes
+            from calib.early import check
+
+            check(settings)
         from calib.summary import summary
 
         def tell(bundle: Bundle) -> None:
@@ -64,8 +69,9 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
         store = Store(settings.work)
         if settings.config.work is None:
             store = stores.setdefault(settings.work, store)
-        if bundle := run(settings, Console(stderr=True), store):
-            tell(bundle)
+        with _told_what_is_kept(store):
+            if bundle := run(settings, Console(stderr=True), store):
+                tell(bundle)
 
 
 def _run(stores: dict[Path, Any]) -> None:
@@ -73,9 +79,40 @@ def _run(stores: dict[Path, Any]) -> None:
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(partial(_job, stores=stores))()
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated. Not among ranks: one that waits for others in C++ would never come to raise it."""
+
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return (yield)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _told_what_is_kept(store: Any) -> Iterator[None]:
+    """An interruption says what is left of the run, and that it can go on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        kept = f"the same command continues from {store.folder}, which is kept for it"
+        stop.args = (kept if store.kept else "nothing was saved yet, the same command starts from the beginning",)
+        raise
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turns the errors that a user can mend into one line and exit code 2, and Ctrl-C into exit code 130."""
+    """Turns errors that a user can mend into one line and exit code 2, Ctrl-C into exit code 130, SIGTERM into 143."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -86,9 +123,9 @@ def _one_line_errors() -> Iterator[None]:
         if not type(error).__module__.startswith("submitit") and "srun" not in str(error):
             raise
         sys.exit(_fail(_of_a_job(str(error))))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
+        sys.exit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT))
 
 
 def _fail(message: str) -> int:
@@ -112,26 +149,22 @@ def _one_line(error: BaseException) -> str:
         group, _, name = error.missing_cfg_file.partition("/")
         known = sorted(str(p.relative_to(CONF / group).with_suffix("")) for p in (CONF / group).rglob("*.yaml"))
         return f"{group}={name}: known are {', '.join(known)}"
+    cause, given = error.__cause__, re.search(r"merging override (.*)", str(error))
+    if given and isinstance(cause, ValidationError) and (values := allowed(cause.full_key or "")):
+        return f"{given[1]}: allowed are {values}"
     text = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     kept = re.split(r"\n\s*(?:Config search path|object_type=|reference_type=|See https)", text)[0]
     return re.sub(r"\s*full_key: \S+", "", kept)
 
 
-def _check_options(options: list[str]) -> None:
-    """Raises ConfigError with the list of known options where one is unknown: Hydra names only the unknown one."""
-    for override in OverridesParser.create().parse_overrides(options):
-        path = override.key_or_group.replace("/", ".").split("@")[0].split(".")
-        if path[0] in GROUPS:
-            continue
-        schema: Any = Config
-        for depth, name in enumerate(path):
-            if not is_dataclass(schema):  # formats are checked by who reads them
-                break
-            known = get_type_hints(schema)
-            if name not in known:
-                listed = ", ".join(".".join([*path[:depth], k]) for k in known)
-                raise ConfigError(f"unknown option {'.'.join(path)!r}: known are {listed}. See --help")
-            schema = known[name]
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """Name of a folder for what Hydra leaves behind of several runs (-m). One run makes none."""
+    path = os.path.join(tempfile.gettempdir(), f"signpost-{secrets.token_hex(8)}")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def main() -> None:
@@ -142,13 +175,14 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with _one_line_errors(), tempfile.TemporaryDirectory(prefix="signpost-") as scratch:
+    with _one_line_errors(), _terminable(), _scratch() as scratch:
         register(scratch)
         # The shell leaves the ~ of `name=~/x` alone, and Hydra cannot read it.
         arguments = [a.replace("=~/", f"={Path.home()}/") for a in sys.argv[1:]]
         options = [a for a in arguments if "=" in a and not a.startswith("-")]
         flags = [a for a in arguments if a not in options]
-        _check_options(options)
+        check_words(flags)
+        check_names(options)
         # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
         sys.argv[1:] = [*flags, *options]  # flags first: argparse wants the options in one piece
@@ -160,7 +194,8 @@ def main() -> None:
             leave()
         if os.environ.get("RANK", "0") == "0":  # all is done: nobody has to continue
             for store in stores.values():
-                store.clear()
+                if not store.clear():
+                    print(f"{store.folder} stays: other runs have saved there what they continue from", file=sys.stderr)
 
 
 if __name__ == "__main__":

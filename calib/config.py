@@ -1,5 +1,6 @@
 """Configuration: the schema. Values live in `conf/`; Hydra composes them, `Settings.of` turns them into dataclasses."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,13 +11,17 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from artifacts import Format, LayerFormat
+from artifacts.codes import BITS
 from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
+from artifacts.parts.sparse import LARGEST
 from calib.choices import LayerRecipe, split
 
 WEIGHTS = ("none", "fisher", "fisher_scaled")
 SOURCES = ("generated", "text", "wikitext2", "c4", "none")
 MAX_SEED = 2**32 - 1
+SHARES = f"numbers from 0 (none) to {LARGEST}"
+DEVICES = r"auto|cpu|cuda(:\d+)?|split"
 WORK = ".signpost-work"
 NAMED = ("first_half", "second_half", "sliding")
 
@@ -112,7 +117,7 @@ class CandidatesConfig:
 
 @dataclass
 class Config:
-    """Everything that `python -m calib` takes."""
+    """Everything that `python -m calib` takes. Metadata: what is allowed, where the type does not say all."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -123,8 +128,8 @@ class Config:
     table: str | None = None
     speed: str | None = None
     most_us: float | None = None
-    bits: int = 4
-    outliers: float = 0.01
+    bits: int = field(default=4, metadata={"allowed": ", ".join(map(str, BITS))})
+    outliers: float = field(default=0.01, metadata={"allowed": SHARES})
     sinks: int = 1
     samples: int = 16
     seqlen: int = 2048
@@ -136,23 +141,11 @@ class Config:
     out: str = MISSING
 
 
-GROUPS = (
-    ("model", ModelConfig),
-    ("method", MethodConfig),
-    ("data", TextConfig),
-    ("eval", EvalConfig),
-    ("candidates", CandidatesConfig),
-)
-
-
 def register(scratch: str = ".") -> None:
     """Gives Hydra the schema against which `conf/` is checked. scratch: folder for what Hydra leaves behind."""
     OmegaConf.register_new_resolver("bundle_path", _bundle_path, replace=True)
     OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for group, node in GROUPS:
-        store.store(group=group, name="schema", node=node)
+    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def _bundle_path(model: str, method: str, bits: int, budget: str | None) -> str:
@@ -209,7 +202,15 @@ class Settings:
 
     def _validate(self) -> None:
         c = self.config
+        paths = {"out": c.out, "work": c.work, "table": c.table, "speed": c.speed}
+        parts = {"model.path": c.model.path, "data.path": c.data.path, "eval.path": c.eval.path}
+        if empty := [name for name, path in (paths | parts).items() if path == ""]:
+            raise ConfigError(f"{empty[0]}= is empty: name a path, or leave the option out")
+        if not re.fullmatch(DEVICES, c.device):
+            raise ConfigError(f"device={c.device}: allowed are auto, cpu, cuda, cuda:0, ..., split")
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
+        if not 0 <= c.outliers <= LARGEST:
+            raise ConfigError(f"outliers={c.outliers}: allowed are {SHARES}; outliers=0 keeps none")
         if not c.checkpoint >= 0:
             raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
         if c.dry_run and c.budget is not None:

@@ -11,8 +11,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from artifacts.errors import SignpostError
 from calib.config import TextConfig
+from calib.early import DataError, text_files, without_datasets
 from calib.forward import require_finite
 from calib.memory import within_memory
 from calib.progress import track
@@ -30,10 +30,6 @@ _HUB = {  # datasets of the hub: (path, configuration or file, split, column)
         "evaluation": ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz", "validation", "text"),
     },
 }
-
-
-class DataError(SignpostError, ValueError):
-    """Text that cannot be used: empty, too short, not UTF-8, not there."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +174,6 @@ def _text_ids(
     return ids, source
 
 
-def text_files(path: Path) -> list[Path]:
-    """The file itself, or all .txt files of a folder in name order. Raises DataError where there is none."""
-    if not path.exists():
-        raise DataError(f"{path} does not exist: name a UTF-8 text file or a folder of .txt files")
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"{path} holds no .txt file")
-    return files
-
-
 def _read(path: Path) -> str:
     parts = []
     for file in text_files(path):
@@ -207,7 +193,7 @@ def _from_hub(name: str, purpose: str) -> tuple[str, str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise DataError(f"{name} needs the package `datasets`: pip install 'signpost-kv[datasets]'") from error
+        raise without_datasets(name) from error
     path, config, split, column = _HUB[name][purpose]
     files = {"data_files": {split: config}} if config.endswith(".gz") else {"name": config}
     try:

@@ -1,8 +1,6 @@
 """The offline job: model and text in, bundle out."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from artifacts import Bundle, PageGeometry, load
-from artifacts.atomic import Owned, refuse_foreign, replace_folder
-from artifacts.bundle import MANIFEST, SIDES, Tensor, owned_files
+from artifacts.bundle import SIDES, Tensor
 from artifacts.errors import FormatError
 from calib.collect import collect, observes
-from calib.config import Settings
-from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_source, text_files
+from calib.config import ConfigError, Settings
+from calib.data import Tokens, calibration_tokens, evaluation_tokens, generated_source
 from calib.devices import place
 from calib.evaluate import evaluate
 from calib.inputs import of_model, versions
@@ -43,15 +41,15 @@ UNSEEN = ("out", "eval", "work", "checkpoint", "budget", "table", "speed", "most
 def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     """Calibrates, saves, loads again, evaluates what was loaded, saves with the evaluation.
 
-    Whatever can be refused is refused before the long work starts. An error during evaluation leaves the calibrated
-    bundle. Of several ranks the first one reads, writes and evaluates; the others return None.
+    What the model's configuration rules out is refused before the long work starts; `calib.early` has refused the rest.
+    An error during evaluation leaves the calibrated bundle. Of several ranks the first one reads, writes and evaluates;
+    the others return None.
     """
     config, placed = settings.config, place(settings.config.device)
     ranks = Ranks.join(placed.device)
     ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
     if ranks.first:
-        check_settings(settings)
-        check_destination(Path(config.out))  # last: it makes the folder above the bundle
+        check_formats(settings)
     dtype = model_dtype(config.model.dtype, placed.device)
     with within_memory(*LOADING):
         source = load_causal_lm(config.model.path, dtype, str(placed.device), config.model.revision, placed.gpus)
@@ -66,12 +64,21 @@ def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
         return finished(bundle, settings, source[0], text, console, progress) if ranks.first else None
 
 
-def check_settings(settings: Settings) -> None:
-    """Raises what the texts' names and the model's configuration rule out, before the model is loaded."""
-    for named in (settings.config.data.path, settings.config.eval.path):
-        if named is not None:
-            text_files(Path(named))
-    _check_formats(settings)
+def check_formats(settings: Settings) -> Any:
+    """The model's configuration, before the model is loaded.
+
+    Raises UnsupportedModelError, FormatError or ConfigError for what it rules out, or where it cannot be had.
+    """
+    model = known_config(settings)
+    require_keys_and_values(model)
+    for layer in settings.formats(model.num_hidden_layers, sliding_windows(model)):
+        for side in SIDES if layer else ():
+            try:
+                PageGeometry.of(getattr(layer, side), *heads(model), side)
+            except FormatError as error:
+                raise FormatError(f"method.{side}: {error}") from error
+    settings.require_positions(positions(model))
+    return model
 
 
 def finished(
@@ -130,28 +137,25 @@ def model_dtype(name: str, device: torch.device) -> str:
     return "float32" if name == "auto" and device.type == "cpu" else name
 
 
-def check_destination(out: Path) -> None:
-    """Raises what saving a bundle would raise at the end of the run."""
-    check_writable(out, "out", owned_files)
-
-
-def check_writable(path: Path, option: str, ours: Owned) -> None:
-    """Raises what replacing a folder would raise: foreign files, no permission, no way to swap folders."""
-    destination = Path(os.path.realpath(path))
-    refuse_foreign(destination, ours, f"{option}={path}")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".signpost-", dir=destination.parent) as rehearsal:
-        for _ in ("new", "replaced"):
-            replace_folder(Path(rehearsal) / "bundle", {MANIFEST: b""}, ours=lambda _: (MANIFEST,))
-
-
-def known_config(settings: Settings) -> Any | None:
-    """The model's configuration, before gigabytes are read; None where it cannot be had, as loading will say better."""
+def known_config(settings: Settings) -> Any:
+    """The model's configuration, before gigabytes are read. Raises ConfigError where it cannot be had."""
     model = settings.config.model
     try:
         return AutoConfig.from_pretrained(model_path(model.path), revision=model.revision).get_text_config()
-    except (OSError, ValueError, KeyError):
-        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_unknown(model.path, error)) from error
+
+
+def _unknown(path: str, error: BaseException) -> str:
+    """Why there is no configuration of a model, and the way out."""
+    if isinstance(error.__cause__, LocalEntryNotFoundError):
+        return (
+            f"model.path={path} is no folder, the hub's cache (HF_HOME) does not have it, and the hub was not reached: "
+            f"download it where there is a network (hf download {path}), or name a folder (model=local "
+            "model.path=FOLDER)"
+        )
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"model.path={path}: {reason} Name a folder that holds a Hugging Face model, or a hub id"
 
 
 def heads(model: Any) -> tuple[int, int]:
@@ -162,21 +166,6 @@ def heads(model: Any) -> tuple[int, int]:
 def positions(model: Any) -> int | None:
     """Tokens of the longest text by a model's configuration, if it says."""
     return getattr(model, "max_position_embeddings", None)
-
-
-def _check_formats(settings: Settings) -> None:
-    """Raises UnsupportedModelError, FormatError or ConfigError for what the model's configuration rules out."""
-    model = known_config(settings)
-    if model is None:
-        return
-    require_keys_and_values(model)
-    for layer in settings.formats(model.num_hidden_layers, sliding_windows(model)):
-        for side in SIDES if layer else ():
-            try:
-                PageGeometry.of(getattr(layer, side), *heads(model), side)
-            except FormatError as error:
-                raise FormatError(f"method.{side}: {error}") from error
-    settings.require_positions(positions(model))
 
 
 def calibrate(

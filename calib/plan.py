@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from artifacts import CacheGeometry
 from artifacts.parts.banded import BAND
-from calib.config import ConfigError, Settings
+from calib.config import Settings
 from calib.devices import place
 from calib.fits.banded import BINS
 from calib.forward import ROWS
-from calib.pipeline import check_settings, heads, known_config, model_dtype
+from calib.pipeline import check_formats, heads, model_dtype
 from calib.statistics import LANES
 from calib.summary import LONG
 from runtime.hf_load import DTYPES
@@ -29,13 +29,9 @@ _SIZE = 2048  # of the matrices whose product tells how fast the device is
 def plan(settings: Settings) -> Table:
     """Memory, time and sizes of the run that these settings describe.
 
-    Raises what the run would raise before it loads the model, and ConfigError where the configuration of the model
-    cannot be had.
+    Raises what the run would raise before it loads the model.
     """
-    check_settings(settings)
-    config, model = settings.config, known_config(settings)
-    if model is None:
-        raise ConfigError(f"model.path={config.model.path}: there is no configuration of a model to plan with")
+    config, model = settings.config, check_formats(settings)
     device = place(config.device).device
     name = model_dtype(config.model.dtype, device)
     dtype = DTYPES.get(name) or getattr(model, "dtype", None) or torch.float32

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,24 @@ class Store:
         for path in self._parts(key, who).values():
             shutil.rmtree(path, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Removes the stages that were asked for, and the folder if nothing else is in it."""
-        for digest in self.used:
-            for path in self.folder.glob(f"{digest}*"):
-                shutil.rmtree(path, ignore_errors=True)
+    @property
+    def kept(self) -> bool:
+        """Whether anything of the stages that were asked for is on disk."""
+        return any(self._asked_for())
+
+    def clear(self) -> bool:
+        """Removes the stages that were asked for, and the folder if nothing else is in it; says whether it is gone."""
+        for path in list(self._asked_for()):
+            shutil.rmtree(path, ignore_errors=True)
         if self.folder.is_dir():
             for path in self.folder.glob(".saving-*"):  # of a killed process
                 shutil.rmtree(path, ignore_errors=True)
             if not any(self.folder.iterdir()):
                 self.folder.rmdir()
+        return not self.folder.exists()
+
+    def _asked_for(self) -> Iterator[Path]:
+        return (path for digest in self.used for path in self.folder.glob(f"{digest}*"))
 
     def _digest(self, key: Mapping[str, Any]) -> str:
         digest = hashlib.sha256(_dump(key).encode()).hexdigest()[:32]

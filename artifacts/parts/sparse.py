@@ -18,6 +18,7 @@ from artifacts.fields import Field, PageShape, TensorSpec
 from artifacts.order import TILE
 
 BLOCK = 256  # numbers per block: an index fits one byte
+LARGEST = 0.25  # fraction
 BLOCK_BITS_LIMIT = 4  # of a correction, which has eleven significant ones
 
 
@@ -45,9 +46,9 @@ class Sparse:
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 0.25:
+        if not 0 < self.fraction <= LARGEST:
             raise FormatError(
-                f"sparse.fraction={self.fraction} must be above 0 and at most 0.25; leave the part out for none"
+                f"sparse.fraction={self.fraction} must be above 0 and at most {LARGEST}; leave the part out for none"
             )
         if (self.axis, self.thresholds) in (("token", "bundle"), ("matrix", "online")):
             raise FormatError(

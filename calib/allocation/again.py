@@ -22,15 +22,12 @@ def again(settings: Settings) -> Bundle | None:
     """The bundle of the budget, saved; None where `calib.allocation.job` has to look: at a table that is not there or
     was measured with another configuration of the model, at what an evaluation or several ranks need.
 
-    Raises what that raises for a table, a budget, options and a destination.
+    Raises what `choice`, a table and a destination raise.
     """
     config, path = settings.config, settings.table
     if config.eval.source != "none" or os.environ.get("WORLD_SIZE", "1") != "1" or not (path / RECORD).exists():
         return None
-    budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
-    candidates.require_length(budget)
-    speed = speed_of(settings, candidates)
-    check_windows(settings, candidates)
+    budget, candidates, speed = choice(settings)
     table = Table.load(path, candidates)
     known = table.provenance.get(CONFIG) or {"sha256": None}
     if known["sha256"] is None or known["sha256"] != config_digest(config.model):
@@ -40,15 +37,15 @@ def again(settings: Settings) -> Bundle | None:
     return load(config.out)
 
 
-def speed_of(settings: Settings, candidates: Candidates) -> Speed | None:
-    """The times that `speed` names. Raises SpeedError."""
-    config = settings.config
-    return None if config.speed is None else Speed.load(Path(config.speed), config.most_us, candidates)
+def choice(settings: Settings) -> tuple[Budget, Candidates, Speed | None]:
+    """What to choose by and from, and the times that `speed` names.
 
-
-def check_windows(settings: Settings, candidates: Candidates) -> None:
-    """Raises ConfigError for lengths of text that no filling can be measured with."""
+    Raises ConfigError, FormatError and SpeedError for what none of them can be, ConfigError for lengths of text that no
+    filling can be measured with.
+    """
     config = settings.config
+    budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
+    candidates.require_length(budget)
     needed = max(filling.t + filling.sinks for filling in candidates.fillings)
     if config.seqlen < needed:
         raise ConfigError(
@@ -56,6 +53,8 @@ def check_windows(settings: Settings, candidates: Candidates) -> None:
         )
     if config.candidates.tokens < 1:
         raise ConfigError(f"candidates.tokens={config.candidates.tokens} must be at least 1")
+    times = None if config.speed is None else Speed.load(Path(config.speed), config.most_us, candidates)
+    return budget, candidates, times
 
 
 def config_digest(model: ModelConfig) -> str | None:

@@ -5,6 +5,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -12,16 +13,16 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from artifacts import Bundle, CacheGeometry, load
-from calib.allocation.again import CONFIG, check_windows, config_digest, speed_of
+from calib.allocation.again import CONFIG, choice, config_digest
 from calib.allocation.budget import Budget
 from calib.allocation.candidates import SIDES, Candidates
 from calib.allocation.damage import measure
 from calib.allocation.solve import require_room
 from calib.allocation.speed import Speed
-from calib.allocation.table import FILES, RECORD, Table, TableError, fitted
+from calib.allocation.table import RECORD, Table, TableError, fitted
 from calib.collect import collect_all
-from calib.config import Settings
-from calib.data import Tokens, text_files
+from calib.config import ConfigError, Settings
+from calib.data import Tokens
 from calib.devices import place
 from calib.inputs import of_model, versions
 from calib.memory import within_memory
@@ -31,8 +32,6 @@ from calib.pipeline import (
     UNSEEN,
     arrays,
     calibration_text,
-    check_destination,
-    check_writable,
     evaluation_text,
     finished,
     heads,
@@ -61,31 +60,28 @@ _METHOD = ("method", "bits", "outliers", "sinks")  # settings that a budget take
 def run(settings: Settings, console: Console, store: Store) -> Bundle | None:
     """Measures damages or loads their table, solves for the budget, saves the bundle, evaluates it.
 
-    Whatever can be refused is refused before the long work. Of several ranks the first one reads, writes, solves and
-    evaluates; the others return None.
+    What the model's configuration rules out is refused before the long work; `calib.early` has refused the rest. Of
+    several ranks the first one reads, writes, solves and evaluates; the others return None.
     """
     config, placed = settings.config, place(settings.config.device)
-    budget, candidates = Budget.parse(config.budget or ""), Candidates.of(config.candidates)
-    candidates.require_length(budget)
-    speed = speed_of(settings, candidates)
+    budget, candidates, speed = choice(settings)
     ranks = Ranks.join(placed.device)
     ranks.agree({"configuration": json.dumps(settings.resolved, sort_keys=True), "versions": versions()})
-    _check(settings, candidates, budget, speed)
     path = settings.table
     known = ranks.share((path / RECORD).exists() if ranks.first else None)
+    needed = not known or config.eval.source != "none"
+    model = _config(settings, needed)
+    if model is not None:
+        _check(settings, candidates, budget, speed, model)
     if ranks.first:
-        for named in (None if known else config.data.path, config.eval.path):
-            if named is not None:
-                text_files(Path(named))
-        table = _known(path, candidates, settings) if known else None
+        table = _known(path, candidates, settings, model) if known else None
         bundle = table.bundle(budget, speed) if table else None
-        check_destination(Path(config.out))
         if not known:
-            check_writable(path, "table", lambda _: FILES)
-        if bundle and config.eval.source == "none":
+            console.print(Text(f"no table at {path} yet: measuring all candidates"), soft_wrap=True)
+        if bundle and not needed:
             bundle.save(config.out)
             return load(config.out)
-    if known and (not ranks.first or config.eval.source == "none"):
+    if known and not (ranks.first and needed):
         return None
     dtype = model_dtype(config.model.dtype, placed.device)
     with within_memory(*LOADING):
@@ -135,12 +131,18 @@ def tabulate(
     return Table(candidates, damages, bundles, origin)
 
 
-def _check(settings: Settings, candidates: Candidates, budget: Budget, speed: Speed | None) -> None:
+def _config(settings: Settings, needed: bool) -> Any | None:
+    """The model's configuration; None where it cannot be had and nothing but a comparison with a table needs it."""
+    try:
+        return known_config(settings)
+    except ConfigError:
+        if needed:
+            raise
+        return None
+
+
+def _check(settings: Settings, candidates: Candidates, budget: Budget, speed: Speed | None, model: Any) -> None:
     """Raises FormatError, SpeedError or ConfigError for what the options and the model's configuration rule out."""
-    check_windows(settings, candidates)
-    model = known_config(settings)
-    if model is None:
-        return
     require_keys_and_values(model)
     candidates.check(*heads(model))
     if speed is not None:
@@ -158,9 +160,9 @@ def _check(settings: Settings, candidates: Candidates, budget: Budget, speed: Sp
     settings.require_positions(positions(model))
 
 
-def _known(path: Path, candidates: Candidates, settings: Settings) -> Table:
+def _known(path: Path, candidates: Candidates, settings: Settings, model: Any | None) -> Table:
     """The saved table. Raises TableError where it is damaged, of other candidates or of another model."""
-    table, model = Table.load(path, candidates), known_config(settings)
+    table = Table.load(path, candidates)
     if model is not None and config_hash(model) != table.model.config_hash:
         raise TableError(
             f"table={path} was measured for {table.model.name}, not for model={settings.config.model.name}: "

@@ -12,6 +12,7 @@ from rich.console import Console
 from artifacts import Bundle, load
 from artifacts.atomic import replace_folder
 from artifacts.errors import SignpostError
+from calib.early import check_writable, text_files
 
 NAMES = ("loss", "sensitivity", "magnitudes", "signposts-keys", "signposts-values", "spectrum", "ranges", "memory")
 PAGE = "index.html"
@@ -63,14 +64,20 @@ def _write(options: argparse.Namespace, console: Console) -> Path:
     for name in ("samples", "seqlen"):
         if getattr(options, name) < 1:
             raise SignpostError(f"--{name} {getattr(options, name)} must be at least 1")
+    out = options.out or Path(f"{str(options.bundle).rstrip('/')}-report")
     bundle = load(options.bundle)
+    check_writable(out, f"--out {out}", _ours)
     others = [row for path in options.compare for row in compared(path)]
     observation = _observed(options, bundle, console) if options.model else None
     drawn = pictures(bundle, observation, others)
     files = {PAGE: page(bundle, drawn).encode()}
     files |= {f"{picture.name}.png": picture.png for picture in drawn if picture.png is not None}
-    out = options.out or Path(f"{str(options.bundle).rstrip('/')}-report")
-    return replace_folder(out, files, ours=lambda _: (PAGE, *(f"{name}.png" for name in NAMES)))
+    return replace_folder(out, files, _ours)
+
+
+def _ours(folder: Path) -> Sequence[str]:
+    """Files of a report, which another one may replace."""
+    return (PAGE, *(f"{name}.png" for name in NAMES))
 
 
 def compared(path: Path) -> list[dict[str, Any]]:
@@ -78,6 +85,10 @@ def compared(path: Path) -> list[dict[str, Any]]:
     try:
         rows = list(json.loads(path.read_text())["rows"].values())
         found = [{name: row[name] for name in COMPARED} for row in rows if "loss" in row]
+    except OSError as error:
+        raise SignpostError(
+            f"--compare {path} cannot be read ({error.strerror}): name a JSON file that benchmarks.quality wrote"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SignpostError(f"--compare {path}: not a file of benchmarks.quality ({error})") from error
     if not all(isinstance(row[name], (int, float)) for row in found for name in COMPARED[1:]):
@@ -89,10 +100,13 @@ def _observed(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
     from calib.config import TextConfig
     from calib.data import calibration_tokens
     from calib.progress import bars
-    from calib.report.observe import observe
+    from calib.report.observe import check, observe
     from runtime.hf import load_causal_lm
 
+    if options.text:
+        text_files(Path(options.text), f"--text {options.text}")
     source = load_causal_lm(options.model, "auto", options.device)
+    check(source[0], bundle, options.seqlen)  # before it writes text, which takes longer
     with bars(console) as progress:
         text = TextConfig("text", options.text) if options.text else TextConfig("generated")
         tokens = calibration_tokens(text, *source, options.samples, options.seqlen, 0, progress)

@@ -19,11 +19,12 @@ from calib.fits import Side
 from calib.fits.dense import SignpostFit
 from calib.fits.lowrank import SpectrumFit
 from calib.histograms import histogram
+from calib.pipeline import positions
 from calib.progress import track
 from calib.signposts import WeightedHistogram
 from calib.tap import Activations, Tap
 from runtime.codec import Codec
-from runtime.hf_model import require_fit
+from runtime.hf_model import require_fit, text_config
 from runtime.parts import MODULES, dense
 
 BINS = 400  # of histograms: about as many as a picture has columns
@@ -67,22 +68,31 @@ class Observation:
     weights: str
 
 
+def check(model: PreTrainedModel, bundle: Bundle, seqlen: int) -> None:
+    """Raises BundleMismatchError for another model than the bundle's, SignpostError where there is nothing to look at
+    and for windows that are shorter than a page or longer than the model's positions."""
+    require_fit(model, bundle)
+    sides = [side for pair in bundle.geometry.layers for side in pair or ()]
+    if not sides:
+        raise SignpostError("this bundle keeps all layers in full precision: there is nothing to look at")
+    needed, limit = max(side.format.window.sinks + side.shape.t for side in sides), positions(text_config(model))
+    if seqlen < needed:
+        raise SignpostError(f"--seqlen {seqlen} does not fill a page behind the sinks: at least {needed}")
+    if limit and seqlen > limit:
+        raise SignpostError(f"--seqlen {seqlen} is above the model's {limit} positions: {limit} at most")
+
+
 def observe(
     model: PreTrainedModel, bundle: Bundle, tokens: Tokens, progress: Progress | None = None
 ) -> Observation:  # fmt: skip
-    """One pass with gradients over `tokens`. Raises BundleMismatchError for another model than the bundle's,
-    SignpostError for windows shorter than a page, and what `Tap.run` raises."""
-    require_fit(model, bundle)
+    """One pass with gradients over `tokens`. Raises what `check` and `Tap.run` raise."""
+    check(model, bundle, tokens.ids.shape[1])
     weights = _weights(bundle)
     watchers = {
         layer: tuple(_Watcher(side, bundle, layer, weights, model.device) for side in pair)
         for layer, pair in enumerate(bundle.geometry.layers)
         if pair
     }
-    if not watchers:
-        raise SignpostError("this bundle keeps all layers in full precision: there is nothing to look at")
-    for watcher in (watcher for both in watchers.values() for watcher in both):
-        watcher.check(tokens.ids.shape[1])
     report = track(progress, "looking at keys and values", tokens.ids.shape[0])
 
     def see(activations: Activations) -> None:
@@ -125,12 +135,6 @@ class _Watcher:
         self.absolute = self.unrotated = torch.zeros((), dtype=torch.float64)
         self.tokens = 0
         self.fisher = self.cost = self.lost = self.energy = 0.0
-
-    def check(self, seqlen: int) -> None:
-        """Raises SignpostError where windows are too short."""
-        needed = self.geometry.format.window.sinks + self.geometry.shape.t
-        if seqlen < needed:
-            raise SignpostError(f"--seqlen {seqlen} does not fill a page behind the sinks: at least {needed}")
 
     def observe(self, a: Activations) -> None:
         """Takes in one sample of this layer."""

@@ -65,6 +65,11 @@ def test_mismatch_names_the_field(name):
     assert str(info.value).count("bundle has") == 1
 
 
+def test_mismatch_shows_the_first_digits_of_hashes():
+    with pytest.raises(BundleMismatchError, match=r"weights_hash: bundle has \w{,12}, model has 012345678901\. "):
+        fingerprint().require(replace(fingerprint(), weights_hash="0123456789" * 6 + "0123"))
+
+
 def test_mismatch_names_every_field():
     with pytest.raises(BundleMismatchError) as info:
         fingerprint().require(replace(fingerprint(), **(CHANGES | {"sliding": (512, 0, 0)})))

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from omegaconf import MISSING as VALUE_MISSING
 from omegaconf import OmegaConf
 
 from artifacts import LowRank, Sketch
 from artifacts.errors import FormatError
-from calib import pipeline
+from calib import early, pipeline
 from calib.__main__ import CONF
 from calib.config import Config, ConfigError, Settings
 
@@ -131,18 +132,27 @@ BAD = {
     "data=foo": "data=foo: known are .*generated.*text",
     "eval=foo": "eval=foo: known are .*none",
     "experiment=foo": "experiment=foo: known are .*ladder/int2-token",
+    "model=schema": "model=schema: known are .*tiny",
     "model=local": "model.path has no value: set model.path=",
-    "nosuch=1": "unknown option 'nosuch': known are model, method, data, eval, candidates, budget, .*out. See --help",
+    "nosuch=1": "unknown option 'nosuch': known are model, method, .*, out, experiment, launcher. See --help",
     "+nosuch=1": "unknown option 'nosuch'",
     "method.nosuch=1": "unknown option 'method.nosuch': known are method.name, method.key",
     "eval.token=1": "unknown option 'eval.token': known are .*eval.tokens",
-    "bits": "missing EQUAL",
+    "bits 3": "'bits' is no option: options are written name=value, such as bits=3. See --help",
+    "--bits 3": "'--bits' is no option: options are written name=value",
+    "--bits=3": "'--bits=3' is no option: options are written name=value",
     "bits=2,3": "add --multirun",
     "bits=7": "method.key.dense: bits=7 is not supported: allowed are 1, 2, 3, 4, 8",
-    "bits=abc": "'abc' of type 'str' could not be converted to Integer",
-    "outliers=0.5": "sparse.fraction=0.5 must be above 0 and at most 0.25",
-    "outliers=-1": "sparse.fraction=-1.0 must be above 0",
-    "outliers=nan": "fraction=nan",
+    "bits=abc": "bits=abc: allowed are 1, 2, 3, 4, 8",
+    "bits=1.5": "bits=1.5: allowed are 1, 2, 3, 4, 8",
+    "samples=many": "samples=many: allowed are whole numbers",
+    "eval.tokens=all": "eval.tokens=all: allowed are whole numbers and null",
+    "dry_run=maybe": "dry_run=maybe: allowed are true and false",
+    "outliers=few": r"outliers=few: allowed are numbers from 0 \(none\) to 0.25",
+    "outliers=0.5": r"outliers=0.5: allowed are numbers from 0 \(none\) to 0.25; outliers=0 keeps none",
+    "outliers=-1": "outliers=-1.0: allowed are",
+    "outliers=nan": "outliers=nan: allowed are",
+    "method.key.sparse.fraction=0.5": "sparse.fraction=0.5 must be above 0 and at most 0.25",
     "samples=0": "samples=0 must be at least 1",
     "sinks=-1": "sinks=-1 must be at least 0",
     "seed=-1": "seed=-1 must be at least 0",
@@ -208,10 +218,20 @@ BAD = {
     "eval=text": "eval=text needs eval.path=FILE_OR_FOLDER",
     "data.source=none": "data.source=none: allowed are generated, text, wikitext2, c4",
     "eval.source=some": "eval.source=some: allowed are generated, text, wikitext2, c4, none",
-    "device=nonsense": "device=nonsense: allowed are auto, cpu, cuda",
+    "device=nonsense": "device=nonsense: allowed are auto, cpu, cuda, cuda:0, ..., split",
+    "out=": "out= is empty: name a path, or leave the option out",
+    "data.path=": "data.path= is empty: name a path",
+    "out=README.md/x": r"out=README.md/x cannot be written \(Not a directory\): name a folder that can be made",
+    "out=README.md/x dry_run=true": "out=README.md/x cannot be written",
+    "work=README.md": r"work=README.md cannot be written \(Not a directory\): name a folder that can be made",
+    "budget=3bits@1K table=README.md/x": "table=README.md/x cannot be written",
+    "budget=3": "budget=3: say bits, or bytes",
+    "model=local model.path=README.md": "model.path=README.md is a file: name a folder that holds a Hugging Face model",
+    "model=local model.path=.": "model.path=. holds no config.json: name a folder that holds a Hugging Face model",
+    "model=local model.path=./x": "model.path=./x: there is no such folder, and hub ids look different: name a folder",
     "out=.": "out=. holds .* so it is not ours to replace: name a new or empty folder",
-    "data.path=nowhere.txt": "nowhere.txt does not exist: name a UTF-8 text file",
-    "eval.path=.": r". holds no .txt file",
+    "data.path=nowhere.txt": "data.path=nowhere.txt does not exist: name a UTF-8 text file",
+    "eval.path=.": "eval.path=. holds no .txt file: name a UTF-8 text file",
     "out=README.md": "out=README.md is a file: name a folder",
     "out=${nosuch}": "Interpolation key 'nosuch' not found",
 }
@@ -239,12 +259,49 @@ def test_a_device_that_is_not_there(calib, tmp_path):
     assert "use device=cpu" in done.err
 
 
-def test_a_model_that_is_not_there(calib, tmp_path):
-    done = calib("model=local", f"model.path={tmp_path / 'nowhere'}", f"out={tmp_path / 'out'}")
-    assert done.code == 2
-    (line,) = done.err.splitlines()
-    assert "nowhere" in line
-    assert "cannot load the model" in line
+def test_a_hub_that_is_not_reached_is_asked_once(calib, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(name, **named):
+        asked.append(name)
+        raise OSError("We couldn't connect to 'https://huggingface.co'") from LocalEntryNotFoundError("no route")
+
+    monkeypatch.setattr(pipeline.AutoConfig, "from_pretrained", ask)
+    for more in ("dry_run=true", "dry_run=false", "budget=3bits@1K"):
+        done = calib("model=llama2-7b", f"out={tmp_path / 'out'}", more)
+        assert done.code == 2
+        assert re.fullmatch(
+            r"error: model.path=meta-llama/Llama-2-7b-hf is no folder, the hub's cache \(HF_HOME\) does not have it, "
+            r"and the hub was not reached: download it .*hf download meta-llama/Llama-2-7b-hf.*, or name a folder .*\n",
+            done.err,
+        )
+    assert len(asked) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_whose_configuration_says_nothing(calib, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = calib("model=local", f"model.path={tmp_path}", f"out={tmp_path / 'out'}")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert re.match(
+        f"error: model.path={tmp_path}: .* Name a folder that holds a Hugging Face model, or a hub id", done.err
+    )
+
+
+@pytest.mark.parametrize("option", ["data=wikitext2", "eval=c4"])
+def test_texts_of_the_hub_need_a_package(calib, tmp_path, monkeypatch, option):
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(early, "find_spec", lambda name: None)
+    done = calib(option, f"out={tmp_path / 'out'}")
+    assert (done.code, done.err) == (
+        2, f"error: {option} needs the package `datasets`: pip install 'signpost-kv[datasets]'\n",
+    )  # fmt: skip
+
+
+def test_what_needs_no_model_imports_neither_torch_nor_transformers(tmp_path):
+    """Both take seconds, and an error should not."""
+    code = "import sys, calib.early\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_an_unknown_dtype(calib, tmp_path):
@@ -281,6 +338,7 @@ def test_help_and_composed_configuration(tmp_path):
     assert (shown.returncode, shown.stderr) == (0, "")
     for word in ("python -m calib model=", "turboquant-mse", "Exit codes: 0, 2 with"):
         assert word in shown.stdout
+    assert "schema" not in shown.stdout
     assert shown.stdout.count("\n") < 60
     assert max(map(len, shown.stdout.splitlines()[:35])) <= 120
     for option in fields(Config):

@@ -129,7 +129,8 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     monkeypatch.setattr(pipeline, "evaluate", fail)
     done = calib(*local, f"out={tmp_path / 'bundle'}")
     assert done.code == code
-    assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "error: gone [now]")
+    stopped = f"interrupted: the same command continues from {tmp_path}/.signpost-work, which is kept for it"
+    assert done.err.splitlines()[-1] == (stopped if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
     assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
 
@@ -180,6 +181,25 @@ def test_out_of_memory_says_what_to_lower(calib, local, tmp_path, monkeypatch, w
     done = calib(*local, *more, f"out={tmp_path / 'bundle'}")
     assert done.code == 2
     assert re.search("error: out of GPU memory " + message, done.err.splitlines()[-1])
+
+
+def test_an_interruption_before_anything_is_saved(calib, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = calib(*local, f"out={tmp_path / 'bundle'}")
+    assert (done.code, done.err) == (
+        130, "interrupted: nothing was saved yet, the same command starts from the beginning\n",
+    )  # fmt: skip
+    assert names(tmp_path) == []
+
+
+def test_what_another_run_saved_stays_and_is_mentioned(calib, local, tmp_path):
+    (tmp_path / ".signpost-work" / "of-another-run").mkdir(parents=True)
+    done = calib(*local, "eval=none", f"out={tmp_path / 'bundle'}")
+    assert done.code == 0, done.err
+    assert done.err.splitlines()[-1] == (
+        f"{tmp_path}/.signpost-work stays: other runs have saved there what they continue from"
+    )
+    assert names(tmp_path / ".signpost-work") == ["of-another-run"]
 
 
 def test_an_error_before_the_end_leaves_the_old_bundle(calib, local, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What evaluation reports, and that its two modes, simulation and real cache, are the same computation."""
 
+import io
 from copy import deepcopy
 from math import exp
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from artifacts import Dense, Format, LayerFormat, Sparse, Window
 from artifacts.fields import PageShape
 from artifacts.geometry import PageGeometry
-from calib import forward
+from calib import forward, progress
 from calib.data import Tokens
 from calib.evaluate import Comparison, SimulatedCache, cached_logits, evaluate, packed, simulated_logits
 from calib.forward import ActivationError, kl_divergence
@@ -187,6 +188,18 @@ def test_progress_counts_windows_and_tokens(tiny_model, bundle_for):
         ("evaluating", 3, 3),
         ("checking the real cache", 10, 10),
     ]
+
+
+@pytest.mark.parametrize(("every", "between"), [(60.0, []), (0.0, ["a [b]: 2 of 3, 0 s"])])
+def test_progress_in_a_file_is_lines(monkeypatch, every, between):
+    """Where a stage begins and ends, and where it lasts."""
+    monkeypatch.setattr(progress, "EVERY", every)
+    file = io.StringIO()
+    with bars(Console(file=file)) as shown:
+        step = progress.track(shown, "a [b]", 3, done=1)
+        for _ in range(2):
+            step()
+    assert file.getvalue().splitlines() == ["a [b]: 1 of 3", *between, "a [b]: 3 of 3, 0 s"]
 
 
 def test_a_broken_model_is_named_before_its_cache_is_blamed(tiny_model, bundle_for):

@@ -58,7 +58,7 @@ def test_a_plan_for_the_shape_of_llama_2_7b(settings):
         (("bits=5",), "bits=5 is not supported"),
         (("seqlen=5000",), "seqlen=5000 is above the model's 512 positions"),
         (("budget=3bits@1K",), "dry_run plans recipes, not budgets: leave one of them out"),
-        (("model.path=nowhere",), "model.path=nowhere: there is no configuration of a model to plan with"),
+        (("model.path=./nowhere",), "model.path=./nowhere: there is no such folder"),
         (("data.path=nowhere.txt",), "nowhere.txt"),
     ],
 )

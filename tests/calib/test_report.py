@@ -11,11 +11,12 @@ import torch
 
 from artifacts import BundleMismatchError
 from artifacts.errors import SignpostError
+from calib import data
 from calib.data import Tokens
 from calib.pipeline import calibrate
 from calib.report import figures
 from calib.report.__main__ import NAMES, main
-from calib.report.observe import observe, shares
+from calib.report.observe import check, observe, shares
 from calib.report.page import Picture, page
 from calib.tap import Tap
 from runtime.codec import Codec
@@ -96,6 +97,8 @@ def test_windows_without_a_page_are_refused(calibrated, tokens):
     model, bundle = calibrated("kvquant")
     with pytest.raises(SignpostError, match=r"--seqlen 64 does not fill a page behind the sinks: at least 65"):
         observe(model, bundle, Tokens(tokens.ids[:, :64], "short"))
+    with pytest.raises(SignpostError, match=r"--seqlen 513 is above the model's 512 positions: 512 at most"):
+        check(model, bundle, 513)
 
 
 def test_shares():
@@ -243,6 +246,12 @@ def test_with_the_model(saved_model, text_file, tmp_path, calib):
     assert len(re.findall("<img", text)) == len(NAMES)
 
 
+def test_another_model_is_refused_before_it_writes_text(saved_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "generate", lambda *args: pytest.fail("text was generated"))
+    code, _, err = run(capsys, sample_bundle().save(tmp_path / "b"), "--model", saved_model)
+    assert (code, "does not fit 'two-layers'" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -251,7 +260,11 @@ def test_with_the_model(saved_model, text_file, tmp_path, calib):
         (["b", "--seqlen", "0"], "--seqlen 0 must be at least 1"),
         (["b", "--model", "no/such/model"], "cannot load the model 'no/such/model'"),
         (["b", "--compare", "b/manifest.json"], "not a file of benchmarks.quality"),
-        (["b", "--compare", "b/nothing.json"], "No such file"),
+        (
+            ["b", "--compare", "no.json"],
+            "--compare no.json cannot be read (No such file or directory): name a JSON file",
+        ),
+        (["b", "--model", "tiny", "--text", "no.txt"], "--text no.txt does not exist: name a UTF-8 text file"),
         (["b", "--compare", "odd.json"], "bits, loss_increase, context must be numbers"),
         (["b", "--out", "b"], "so it is not ours to replace"),
     ],

@@ -140,18 +140,27 @@ def bundle_bits(out):
     return (out / "tensors.safetensors").read_bytes()
 
 
-def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path):
-    expected, out = tmp_path / "undisturbed" / "bundle", tmp_path / "killed" / "bundle"
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path, number):
+    """Of signals that a process can see it says so, and it leaves nothing but what it continues from."""
+    expected, out, scratch = tmp_path / "undisturbed" / "bundle", tmp_path / "killed" / "bundle", tmp_path / "scratch"
+    scratch.mkdir()
     subprocess.run([sys.executable, *command(text_file, expected)], check=True, capture_output=True)
     killed = subprocess.Popen(
-        [sys.executable, *command(text_file, out, "checkpoint=0")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        [sys.executable, *command(text_file, out, "checkpoint=0")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(scratch)}, text=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 300
     while not list((out.parent / ".signpost-work").glob("*-rank0of1-*")) and killed.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() in (-signal.SIGKILL, 0)
+    os.kill(killed.pid, number)
+    said = killed.communicate()[1]
+    assert killed.returncode in (0, -number if number == signal.SIGKILL else 128 + number)
+    if killed.returncode > 0:
+        kept = out.parent / ".signpost-work"
+        assert said.splitlines()[-1] == f"interrupted: the same command continues from {kept}, which is kept for it"
+    assert os.listdir(scratch) == []
     subprocess.run([sys.executable, *command(text_file, out, "checkpoint=0")], check=True, capture_output=True)
     assert bundle_bits(out) == bundle_bits(expected)
     assert os.listdir(out.parent) == ["bundle"]

@@ -77,9 +77,11 @@ def test_clearing_takes_what_was_asked_for_and_leaves_the_rest(store):
     store.put_part(KEY, "r", 1, LAYERS)
     other = Store(store.folder)
     other.put(KEY | {"model": "other"}, LAYERS)
-    store.clear()
+    assert store.kept
+    assert not store.clear()
+    assert not store.kept
     assert same(other.get(KEY | {"model": "other"}), LAYERS)
-    other.clear()
+    assert other.clear()
     assert not store.folder.exists()
 
 
