@@ -187,7 +187,6 @@ struct Alone {
         __syncwarp();  // nobody reads what lies there any more
         feed.begin();
         put_query();
-        if (at.ends) exact.ask(exact_from(), at.lane, 32);
         feed.start();
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         byte_pages.run(feed, softmax);

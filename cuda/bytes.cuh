@@ -346,8 +346,9 @@ struct BytePages {
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
                 for (int u = 0; u < 2; ++u) {
-                    float x = out()[row * D + 16 * s + 2 * at.r + u];
-                    if constexpr (!B::SCALED) x = fmaf(channels()[16 * s + 8 * u + at.r].y, state.y, x);
+                    const int channel = L::channel_of(s, u, at.r);
+                    float x = out()[row * D + channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2];
+                    if constexpr (!B::SCALED) x = fmaf(channels()[channel].y, state.y, x);
                     softmax.out[s][0][2 * u + e] = x;
                 }
             }

@@ -52,14 +52,19 @@ struct Exact {
             prefetch((i / LINES % 2 ? values(token) : keys(token)) + line);
         }
     }
-    // Numbers of the model as halves: two, or eight at a multiple of 16 bytes.
-    static __device__ __forceinline__ unsigned pair_of(const Model* from) {
-        if constexpr (IS_HALF<Model>) return *reinterpret_cast<const unsigned*>(from);
-        else return as_bits(__halves2half2(half_of(from[0]), half_of(from[1])));
-    }
+    // Numbers of the model as halves: two, or eight at a multiple of 16 bytes, read at once.
+    template <int N>
+    struct alignas(N * sizeof(Model) < 16 ? N * sizeof(Model) : 16) Numbers {
+        Model x[N];
+        __device__ __forceinline__ unsigned pair(int i) const {
+            if constexpr (IS_HALF<Model>) return as_bits(__halves2half2(x[2 * i], x[2 * i + 1]));
+            else return as_bits(__halves2half2(half_of(x[2 * i]), half_of(x[2 * i + 1])));
+        }
+    };
+    static __device__ __forceinline__ unsigned pair_of(const Model* from) { return Numbers<2>(*reinterpret_cast<const Numbers<2>*>(from)).pair(0); }
     static __device__ __forceinline__ uint4 eight_of(const Model* from) {
-        if constexpr (IS_HALF<Model>) return *reinterpret_cast<const uint4*>(from);
-        else return make_uint4(pair_of(from), pair_of(from + 2), pair_of(from + 4), pair_of(from + 6));
+        const Numbers<8> all = *reinterpret_cast<const Numbers<8>*>(from);
+        return make_uint4(all.pair(0), all.pair(1), all.pair(2), all.pair(3));
     }
 
     // A lane's tokens of 16, rows r and r + 8 of an operand.
@@ -82,8 +87,20 @@ struct Exact {
         }
     }
 
-    // Adds their values times probabilities b. A lane reads pairs of channels of the tokens r and r + 8; transposed they are operands.
+    // Adds their values times probabilities b. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row; transposed they are operands.
     __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+        if constexpr (L::WIDE_VALUES) {
+            const Model *low = values(of.low) + 8 * at.c, *high = values(of.high) + 8 * at.c;
+#pragma unroll
+            for (int u = 0; u < L::SHARE; u += 2) {
+                const uint4 x = eight_of(low + 16 * u), y = eight_of(high + 16 * u);
+                const unsigned first[4] = {transpose8(x.x), transpose8(x.y), transpose8(y.x), transpose8(y.y)};
+                const unsigned second[4] = {transpose8(x.z), transpose8(x.w), transpose8(y.z), transpose8(y.w)};
+                softmax.add(u, first, b);
+                softmax.add(u + 1, second, b);
+            }
+            return;
+        }
         const Model *low = values(of.low) + 2 * at.c, *high = values(of.high) + 2 * at.c;
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {

@@ -54,6 +54,8 @@ struct Layout {
     static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
     static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
     static constexpr int STRIDE = ALONE ? 1 : WARPS;  // from one page of a warp to its next one, by bytes
+    // Exact values are read eight channels at once, and outputs in their order: by bytes, whose pages' sums come through shared memory. Warps alone are slower with it (measured).
+    static constexpr bool WIDE_VALUES = BYTES && !ALONE;
     static constexpr int PARTS = C::PARTS, TEAMS = WARPS / PARTS;
     static constexpr int THREADS = 32 * WARPS, STEPS = D / 16, SHARE = STEPS / PARTS, RUNS = SHARE / 4, SLOTS = PHASES * TURNS;
     static constexpr int NT = (ROWS + 7) / 8, COLUMNS = 8 * NT;
@@ -164,6 +166,9 @@ struct Layout {
         if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
         return SHARED <= bytes && WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4 && ROWS_AT_ONCE > 0;
     }
+
+    // The channel of row r (upper: r + 8) of an output's step.
+    static __device__ __forceinline__ int channel_of(int step, int upper, int r) { return WIDE_VALUES ? step / 2 * 32 + r / 2 * 8 + step % 2 * 4 + upper * 2 + r % 2 : 16 * step + 8 * upper + r; }
 
     // Phase and row of a column.
     static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }

@@ -14,7 +14,7 @@ struct Softmax {
     const Place<C>& at;
     // Columns 2c and 2c + 1 of each block of columns.
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
-    float out[SHARE][NT][4];  // the warp's channels 16 u + r (+ 8) by columns
+    float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
     float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
@@ -154,7 +154,7 @@ struct Softmax {
                     x *= weights[0], y *= weights[1];
                     add_phases(x, y);
                 }
-                const int channel = 16 * u + 8 * upper + at.r;
+                const int channel = L::channel_of(u, upper, at.r);
                 if (first) of_row[channel] = x;
                 if (second) of_row[D + 2 + channel] = y;
             }
@@ -274,7 +274,7 @@ struct Softmax {
                 for (int upper = 0; upper < 2; ++upper) {
                     float x = weights[n][0] * out[u][n][2 * upper], y = weights[n][1] * out[u][n][2 * upper + 1];
                     add_phases(x, y);
-                    const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = 16 * at.step(u) + 8 * upper + at.r;
+                    const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = L::channel_of(at.step(u), upper, at.r);
                     if (L::NT == 1 && column >= L::PITCH) continue;
                     if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x;
                     if (L::PITCH > 1 && row + 1 >= first && row + 1 < first + L::ROWS_AT_ONCE && row + 1 < ROWS) mine[(row + 1 - first) * D + channel] = y;
