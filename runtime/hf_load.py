@@ -42,8 +42,9 @@ def named_models() -> dict[str, str]:
 
 
 def model_path(name: str) -> str:
-    """Folder or hub id to load from: a folder of that name, what `named_models` knows by it, or the name itself."""
-    return name if Path(name).exists() else named_models().get(name, name)
+    """Folder or hub id to load from: a model's folder of that name, what `named_models` knows by it, or the name
+    itself. A bundle's folder may have the same name."""
+    return name if Path(name, "config.json").exists() else named_models().get(name, name)
 
 
 def _require_place(name: str, path: str) -> None:
