@@ -193,6 +193,16 @@ def test_system_errors_are_one_line_too(saved, command, monkeypatch):
     assert (out.code, out.err) == (2, f"error: [Errno 13] Permission denied: {saved!r}\n")
 
 
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_what_cannot_be_printed_is_one_line_too(saved, how):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "artifacts", "show", saved, *how],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
 def test_ctrl_c(saved, command, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
