@@ -147,7 +147,8 @@ def table(rows: list[Measured], prompt: int, new: int, ranks: int = 1) -> Table:
     """Side by side, a column each, which 80 characters have room for; ratios are to the first. ranks: that share the
     model; the figures are those of one."""
     each = f", each of {ranks} ranks" if ranks > 1 else ""
-    shown = Table(title=f"batch {rows[0].batch}, {prompt} tokens in, {new} out{each}")
+    title = f"batch {rows[0].batch}, {prompt} tokens in, {new} out{each}"
+    shown = Table(title=title, min_width=len(title))
     shown.add_column("cache")
     for row in rows:
         shown.add_column(Text(row.name), justify="right", overflow="fold")

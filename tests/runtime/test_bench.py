@@ -52,6 +52,7 @@ def test_the_table_fits_80_columns():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table([large, ours], 131072, 4096, 8))
     text = console.export_text()
+    assert "batch 4096, 131072 tokens in, 4096 out, each of 8 ranks" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     for whole in (
