@@ -27,6 +27,7 @@ from runtime.jit import ARCHS, cache_folder, precompile
 from runtime.sampling import Sampling
 
 LONG = LENGTHS[-1]
+MOST = (1 << 31) - 1  # of what is counted: products of two still fit torch's sizes
 MORE_MEMORY = "take fewer tokens or sequences, --dtype bfloat16, or several GPUs by torchrun"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL = "the model that the bundle was made for: its folder, hub id, or name in `python -m calib model=`, such as tiny"
@@ -79,8 +80,8 @@ def _at_least(least: int) -> Callable[[str], int]:
             given = int(text)
         except ValueError:
             given = least - 1
-        if given < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be an integer of {least} or more")
+        if not least <= given <= MOST:
+            raise argparse.ArgumentTypeError(f"{text}: must be an integer from {least} to {MOST}")
         return given
 
     return number

@@ -101,6 +101,7 @@ def test_what_cannot_work_is_one_line_and_code_2(bundle, capsys, monkeypatch, ar
     [
         ("generate", "--max-new-tokens", "0", 1),
         ("generate", "--max-new-tokens", "nan", 1),
+        ("generate", "--max-new-tokens", "2147483648", 1),
         ("bench", "--batch", "-1", 1),
         ("bench", "--prompt-tokens", "1.5", 1),
         ("bench", "--new-tokens", "1", 2),
@@ -111,7 +112,7 @@ def test_what_counts_something_names_itself(capsys, command, option, given, leas
     with pytest.raises(SystemExit) as info:
         main([command, option, given])
     assert info.value.code == 2
-    assert f"argument {option}: {given}: must be an integer of {least} or more" in capsys.readouterr().err
+    assert f"argument {option}: {given}: must be an integer from {least} to 2147483647" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
