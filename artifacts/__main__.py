@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
@@ -57,24 +58,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         result, code = command.run(options, errors)
+        _print(command, result, options.json)
     except (SignpostError, OSError) as error:
         return _fail(str(error), options.json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    if options.json:
-        print(json.dumps(result, indent=2, allow_nan=False))
-    else:
-        # Where no terminal says how wide it is, tables need not be broken to 80 columns.
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
-        Console(width=width).print(command.render(result), soft_wrap=True)
     return code
+
+
+def _print(command: Command, result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2, allow_nan=False))
+        return
+    # Where no terminal says how wide it is, tables need not be broken to 80 columns.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    Console(width=width).print(command.render(result), soft_wrap=True)
 
 
 def _fail(message: str, as_json: bool) -> int:
     line = "".join(c if c.isprintable() else " " for c in message)
     if as_json:
-        print(json.dumps({"error": line}))
+        with suppress(OSError):  # it may be what failed
+            print(json.dumps({"error": line}))
     print(f"error: {line}", file=sys.stderr)
     return ERROR
 

@@ -28,7 +28,7 @@ from runtime.hf import SignpostCache
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 cache = SignpostCache(model, artifacts.load(FOLDER))
-ids = model.generate(**tokenizer("The history of", return_tensors="pt"), past_key_values=cache, max_new_tokens=100)
+ids = model.generate(**tokenizer("The history of", return_tensors="pt"), cache=cache, max_new_tokens=100)
 ```"""
 
 

@@ -70,7 +70,7 @@ def read_manifest(folder: FolderReader) -> dict[str, Any]:
         raise BundleCorruptError(f"{path}: schema_version={shown(version)} is not a version. Fetch the bundle again")
     if version > SCHEMA_VERSION:
         raise BundleVersionError(
-            f"{path}: schema version {version}, this Signpost reads up to {SCHEMA_VERSION}: pip install -U signpost-kv"
+            f"{path}: schema version {version}, this Signpost reads up to {SCHEMA_VERSION}: install a newer one"
         )
     if manifest.get("sha256") != seal(manifest):
         raise BundleCorruptError(f"{path}: altered since it was written (its SHA-256 differs). Fetch the bundle again")

@@ -10,8 +10,10 @@
 import argparse
 import gc
 import os
+import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +22,15 @@ from rich.text import Text
 
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError
+from artifacts.summary import LENGTHS
 from runtime.jit import ARCHS, cache_folder, precompile
+from runtime.sampling import Sampling
 
+LONG = LENGTHS[-1]
+MOST = (1 << 31) - 1  # of what is counted: products of two still fit torch's sizes
+MORE_MEMORY = "take fewer tokens or sequences, --dtype bfloat16, or several GPUs by torchrun"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL = "the model that the bundle was made for: its folder, hub id, or name in `python -m calib model=`, such as tiny"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,14 +45,16 @@ def parser() -> argparse.ArgumentParser:
         help="memory and speed beside full precision",
         description="Memory, time to the first token, time per token, tokens per second: full precision and a bundle.",
     )
-    bench.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
-    bench.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of each; default: 1024")
-    bench.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each; default: 64")
+    bench.add_argument("--batch", type=_at_least(1), default=1, metavar="N", help="sequences; default: 1")
+    bench.add_argument("--prompt-tokens", type=_at_least(1), default=1024, metavar="N", help="of each; default: 1024")
+    bench.add_argument(
+        "--new-tokens", type=_at_least(2), default=64, metavar="N", help="of each, 2 at least; default: 64"
+    )
     bench.add_argument("--compile", action="store_true", help="compile the model's layers around their attention")
     for command in (generate, bench):
         _add_model(command)
     generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
-    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    generate.add_argument("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     generate.add_argument("--seed", type=int, default=0, help="for temperature above 0; default: 0")
     compile_ = commands.add_parser(
@@ -57,15 +67,30 @@ def parser() -> argparse.ArgumentParser:
         "--arch", required=True, nargs="+", choices=ARCHS, help=f"one or several of {', '.join(ARCHS)}"
     )
     compile_.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes that will share the model; default: 1"
+        "--ranks", type=_at_least(1), default=1, metavar="N", help="processes that will share the model; default: 1"
     )
     return top
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """What argparse makes of an option that counts something; it names the option where that fails."""
+
+    def number(text: str) -> int:
+        try:
+            given = int(text)
+        except ValueError:
+            given = least - 1
+        if not least <= given <= MOST:
+            raise argparse.ArgumentTypeError(f"{text}: must be an integer from {least} to {MOST}")
+        return given
+
+    return number
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     """Options of commands that run a model."""
     command.add_argument("--bundle", required=True, type=Path, help="folder written by `python -m calib`")
-    command.add_argument("--model", required=True, help="folder or hub id of the model that the bundle was made for")
+    command.add_argument("--model", required=True, help=MODEL)
     command.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of weights and window; auto: the checkpoint's"
     )
@@ -85,20 +110,33 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "bench":
             _bench(options, load(options.bundle), console)
             return _left()
-        if options.max_new_tokens < 1 or options.temperature < 0:
-            raise SignpostError(
-                f"--max-new-tokens {options.max_new_tokens} --temperature {options.temperature}: "
-                "at least 1 token, and a temperature of 0 or more"
-            )
-        _generate(options, load(options.bundle), console)
+        _generate(options, Sampling(options.temperature, seed=options.seed), load(options.bundle), console)
         return _left()
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
     except (SignpostError, OSError) as error:
         return _failed(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not _wants_memory(error):
+            raise
+        return _failed(f"out of memory{_wanted(error)}: {MORE_MEMORY}")
     except ImportError as error:
         return _failed(f"{error}: pip install 'signpost-kv[hf]'")
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Whether a device or the host had no room; for the host's torch has no error of its own."""
+    import torch
+
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _wanted(error: Exception) -> str:
+    """How much, where torch says it."""
+    found = re.search(r"(?i)tried to allocate ([\d.]+ \w+)", str(error))
+    return f" for {found[1]} more" if found else ""
 
 
 def _failed(message: str) -> int:
@@ -165,15 +203,15 @@ def _bench(options: argparse.Namespace, bundle: Bundle, console: Console) -> Non
     Console(quiet=not _first()).print(table(rows, options.prompt_tokens, options.new_tokens, _ranks()))
 
 
-def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> None:
+def _generate(options: argparse.Namespace, sampling: Sampling, bundle: Bundle, console: Console) -> None:
     import torch
 
     from runtime.hf import SignpostCache, TextStreamer, load_causal_lm
     from runtime.hf_model import with_cache
 
     model, tokenizer = load_causal_lm(options.model, options.dtype, options.device, sharded=_ranks() > 1)
-    text = _standard_input() if options.prompt == "-" else options.prompt
-    prompt = tokenizer(text, return_tensors="pt").to(model.device)
+    # Not verbose: of a prompt that is too long we say so ourselves.
+    prompt = tokenizer(_prompt(options.prompt), return_tensors="pt", verbose=False).to(model.device)
     length = prompt["input_ids"].shape[1]
     if not length:
         raise SignpostError("the prompt is empty: give some text")
@@ -184,13 +222,13 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
             "shorten one of them"
         )
     cache = SignpostCache(model, bundle, max_tokens=length + options.max_new_tokens)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if options.temperature:
-        torch.manual_seed(options.seed)
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": None, "top_k": 0}
+    drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling.temperature:
+        torch.manual_seed(sampling.seed)
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": None, "top_k": 0}
     start = time.perf_counter()
     ids = cast(Any, model).generate(
-        **prompt, **with_cache(model, cache), **sampling, max_new_tokens=options.max_new_tokens,
+        **prompt, **with_cache(model, cache), **drawn, max_new_tokens=options.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True) if _first() else None,
     )  # fmt: skip
@@ -198,14 +236,24 @@ def _generate(options: argparse.Namespace, bundle: Bundle, console: Console) -> 
     new = ids.shape[1] - length
     assert cache.kv is not None
     each = f" of each of {_ranks()} ranks" if _ranks() > 1 else ""
-    # The last token is never fed back, so it is not in the cache.
+    # The last token is never fed back, so it is not in the cache. A short text does not fill what it is given.
     console.print(
         f"{new} tokens in {seconds:.2f} s ({new / seconds:.1f} tokens/s, prompt of {length} included) · "
         f"cache {cache.nbytes} bytes{each} for {cache.kv.lengths[0]} tokens · "
-        f"{cache.bits:.2f} bits per number, everything counted",
+        f"{cache.bits:.2f} bits per number, everything counted, {bundle.geometry.bits(LONG):.2f} at {LONG} tokens",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _prompt(given: str) -> str:
+    """The text to continue. Raises SignpostError where it is not UTF-8, which Python may smuggle through."""
+    try:
+        text = _standard_input() if given == "-" else given
+        text.encode()
+    except UnicodeError as error:
+        raise SignpostError("the prompt is not UTF-8 text: convert it first") from error
+    return text
 
 
 def _standard_input() -> str:

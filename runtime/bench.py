@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from artifacts import Bundle, CacheGeometry
 from artifacts.errors import SignpostError
@@ -53,7 +54,8 @@ def compare(
         raise SignpostError(f"batch={batch}, prompt={prompt}, new={new}: at least 1 prompt of 1 token, and 2 new ones")
     if decoder.positions is not None and prompt + new > decoder.positions:
         raise SignpostError(
-            f"prompts of {prompt} tokens and {new} new ones exceed the model's {decoder.positions} positions"
+            f"prompts of {prompt} tokens and {new} new ones exceed the model's {decoder.positions} positions: "
+            "shorten one of them"
         )
     bundle = bundle.shard(decoder.split.rank, decoder.split.world)
     generator = torch.Generator().manual_seed(0)
@@ -129,21 +131,27 @@ def _mean(step: Callable[[], object], count: int, wait: Callable[[], None] = lam
     return (time.perf_counter() - start) / max(1, count - 1)
 
 
+# Lines of the table: a cache's figure, and what it is held against.
+_FIGURES: dict[str, Callable[[Measured, Measured], str]] = {
+    "bytes": lambda row, first: f"{row.cache_bytes:,}",
+    "peak bytes": lambda row, first: "-" if row.peak_bytes is None else f"{row.peak_bytes:,}",
+    "first token, s": lambda row, first: f"{row.first_s:.3f}",
+    "a token, ms": lambda row, first: f"{1e3 * row.step_s:.3f}",
+    "tokens/s": lambda row, first: f"{row.tokens_per_s:.1f}",
+    "memory": lambda row, first: f"{first.cache_bytes / row.cache_bytes:.2f}x less",
+    "speed": lambda row, first: f"{first.step_s / row.step_s:.2f}x",
+}
+
+
 def table(rows: list[Measured], prompt: int, new: int, ranks: int = 1) -> Table:
-    """Side by side; ratios are to the first row. ranks: that share the model; the figures are those of one."""
+    """Side by side, a column each, which 80 characters have room for; ratios are to the first. ranks: that share the
+    model; the figures are those of one."""
     each = f", each of {ranks} ranks" if ranks > 1 else ""
-    shown = Table(title=f"batch {rows[0].batch}, {prompt} tokens in, {new} out{each}")
-    for title in ("cache", "bytes", "peak bytes", "first token, s", "a token, ms", "tokens/s", "memory", "speed"):
-        shown.add_column(title, justify="left" if title == "cache" else "right")
+    title = f"batch {rows[0].batch}, {prompt} tokens in, {new} out{each}"
+    shown = Table(title=title, min_width=len(title))
+    shown.add_column("cache")
     for row in rows:
-        shown.add_row(
-            row.name,
-            f"{row.cache_bytes:,}",
-            "-" if row.peak_bytes is None else f"{row.peak_bytes:,}",
-            f"{row.first_s:.3f}",
-            f"{1e3 * row.step_s:.3f}",
-            f"{row.tokens_per_s:.1f}",
-            f"{rows[0].cache_bytes / row.cache_bytes:.2f}x less",
-            f"{rows[0].step_s / row.step_s:.2f}x",
-        )
+        shown.add_column(Text(row.name), justify="right", overflow="fold")
+    for name, figure in _FIGURES.items():
+        shown.add_row(name, *(figure(row, rows[0]) for row in rows))
     return shown

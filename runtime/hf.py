@@ -1,4 +1,4 @@
-"""The adapter for transformers 5: `model.generate(..., past_key_values=SignpostCache(model, bundle))`.
+"""The adapter for transformers 5: `model.generate(..., cache=SignpostCache(model, bundle))`.
 
 Attention runs in here only while the model is called with a `SignpostCache`; with any other cache, or none, the model
 computes what it always did. Only `runtime.hf*` and `runtime.lm_eval` import transformers.
@@ -120,7 +120,8 @@ class AttendingCache(Cache):
 
 
 class SignpostCache(AttendingCache):
-    """Compressed cache for one batch of sequences, to be passed as `past_key_values`.
+    """Compressed cache for one batch of sequences, to be passed as `cache`; before transformers 5.24, as
+    `past_key_values`.
 
     model       any supported decoder (`fingerprint` says); its batches may be padded on the left
     bundle      calibrated for this model, else BundleMismatchError. Where transformers shares the model's heads among
@@ -236,7 +237,9 @@ def _attention(
     """Attention function as transformers calls it: query [b, h_q, m, d], key and value of the m new tokens."""
     cache = _active.get()
     if cache is None:
-        raise RuntimeError("signpost attention runs only inside a forward pass with past_key_values=SignpostCache(...)")
+        raise RuntimeError(
+            f"signpost attention runs only inside a forward pass with {'= or '.join(CACHE_KEYWORDS)}=SignpostCache(...)"
+        )
     layer = cast(int, module.layer_idx)
     known = (sliding_window or 0, softcap) == (cache.window(layer), cache.softcap)
     if dropout or not known or s_aux is not None:

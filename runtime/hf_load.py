@@ -1,18 +1,25 @@
 """Models and tokenizers from folders or a hub, onto a device, several of them, or the ranks that share a model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml  # transformers needs it too
+from huggingface_hub import hf_hub_url
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from artifacts.errors import SignpostError
 
+BAR_AFTER_S = 2.0
+_KNOWN = "Name a folder that holds a Hugging Face model, a hub id, or a model that `python -m calib --help` lists"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -20,20 +27,59 @@ class ModelLoadError(SignpostError, ValueError):
     """The model, its dtype or its device cannot be had."""
 
 
+@cache
+def named_models() -> dict[str, str]:
+    """Folders and hub ids by the names that `python -m calib` gives them; `tiny` is the embedded model."""
+    spec = find_spec("calib")
+    if spec is None or spec.origin is None:
+        return {}
+    home = Path(spec.origin).parent
+    # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
+    conf = home / "_conf" if (home / "_conf").is_dir() else home.parent / "conf"
+    paths = {file.stem: yaml.safe_load(file.read_text()).get("path") for file in (conf / "model").glob("*.yaml")}
+    known = {name: path for name, path in paths.items() if path not in (None, "???")}  # `local` leaves it open
+    return known | {"tiny": str(home / "tiny")}
+
+
 def model_path(name: str) -> str:
-    """Folder or hub id to load from; `tiny` is the embedded model."""
-    spec = find_spec("calib") if name == "tiny" and not Path(name).exists() else None
-    return str(Path(spec.origin).parent / "tiny") if spec and spec.origin else name
+    """Folder or hub id to load from: a model's folder of that name, what `named_models` knows by it, or the name
+    itself. A bundle's folder may have the same name."""
+    return name if Path(name, "config.json").exists() else named_models().get(name, name)
+
+
+def _require_place(name: str, path: str) -> None:
+    """Raises ModelLoadError for what is no folder and cannot be a hub id."""
+    if os.path.isdir(path):  # unlike pathlib's, not for an empty name
+        return
+    if os.path.exists(path):
+        raise ModelLoadError(f"cannot load the model {name!r}: it is a file. {_KNOWN}")
+    try:
+        hf_hub_url(path, "config.json")
+    except HFValidationError as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: there is no such folder. {_KNOWN}") from error
+
+
+@contextmanager
+def _bars_of_what_takes_long() -> Iterator[None]:
+    """Bars of transformers come up only after some time: a small model is there before."""
+    before = logging.set_tqdm_hook(lambda bar, given, named: bar(*given, **{"delay": BAR_AFTER_S} | named))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU if there is one. Raises ModelLoadError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    allowed = f"device={name}: allowed are auto, cpu, cuda, cuda:0, ..."
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelLoadError(f"device={name}: allowed are auto, cpu, cuda, cuda:0, ...") from error
+        raise ModelLoadError(allowed) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(allowed)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(f"device={name}: torch sees {torch.cuda.device_count()} CUDA devices here; use device=cpu")
     return device
@@ -49,7 +95,7 @@ def load_causal_lm(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in eval mode with frozen weights, and its tokenizer.
 
-    name      folder, hub id, or `tiny` for the embedded model
+    name      as in `model_path`: folder, hub id, or a name like `tiny`, which is the embedded model
     dtype     float32, bfloat16, float16, or auto for the checkpoint's
     device    as in `resolve_device`
     gpus      over which to spread the layers, by numbers; none: the model stays whole, on `device`
@@ -60,16 +106,19 @@ def load_causal_lm(
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelLoadError(f"dtype={dtype}: allowed are auto, {', '.join(DTYPES)}")
     path, target = model_path(name), _shared_device(device) if sharded else resolve_device(device)
+    _require_place(name, path)
     try:
         AutoConfig.from_pretrained(path, revision=revision)  # a clear error before gigabytes are read
         where = {"distributed_config": DistributedConfig(tp_plan="auto")} if sharded else _where(target, gpus)
-        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where)
+        with _bars_of_what_takes_long():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where
+            )
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelLoadError(
-            f"cannot load the model {name!r}: {reason} Name a folder that holds a Hugging Face model, or a hub id"
-        ) from error
+        found = "" if Path(path).exists() else f"there is no such folder, and as {path} on the hub: "
+        raise ModelLoadError(f"cannot load the model {name!r}: {found}{reason} {_KNOWN}") from error
     if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()} and gpus:
         raise ModelLoadError(f"{name!r} does not fit GPUs {list(gpus)}: give it more GPUs, or dtype=bfloat16")
     placed = model if gpus or sharded else cast(Any, model).to(target)

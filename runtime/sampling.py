@@ -10,6 +10,7 @@ from artifacts.errors import SignpostError
 from runtime.transfer import to_device
 
 NONE = -1  # no token
+COLDEST = 1e-6  # temperature above 0: logits over it stay finite
 
 
 class SamplingError(SignpostError, ValueError):
@@ -30,8 +31,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise SamplingError(f"temperature={self.temperature}: must be 0 (greedy) or more, and finite")
+        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
+            raise SamplingError(f"temperature={self.temperature}: must be 0 (greedy), or finite and {COLDEST} or more")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p={self.top_p}: must lie above 0 and be at most 1")
         if not 0 <= self.seed < 1 << 63:

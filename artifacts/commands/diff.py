@@ -34,14 +34,11 @@ def render(result: dict[str, Any]) -> RenderableType:
     """A line, or a table of fields and one of tensors."""
     if result["same"]:
         return Text("the same")
-    fields = titled(f"{len(result['fields'])} entries differ")
-    for name in ("entry", "old", "new"):
-        fields.add_column(name, overflow="fold")
+    fields = titled(f"{len(result['fields'])} entries differ", "entry", "old", "new")
     for change in result["fields"]:
         fields.add_row(*(Text(printable(change[name])) for name in ("path", "old", "new")))
-    tensors = titled(f"{len(result['tensors'])} tensors differ")
-    for name in ("tensor", "old", "new", "numbers", "largest", "relative"):
-        tensors.add_column(name)
+    columns = ("tensor", "old", "new", "numbers", "largest", "relative")
+    tensors = titled(f"{len(result['tensors'])} tensors differ", *columns)
     for change in result["tensors"]:
         tensors.add_row(*(Text(_cell(change[name])) for name in change))
     return Group(fields, tensors)

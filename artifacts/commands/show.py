@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +37,7 @@ def _model(facts: dict[str, Any]) -> Table:
         "shape": f"{model['l']} layers, {model['h_q']} query heads, {model['h_kv']} kv heads of {model['d']} channels",
         "rotary embedding": f"{rope['kind']}, {rope['dim']} channels, {rope['layout']}, factor {rope['scaling']:g}",
         "configuration": model["config_hash"],
-        "weights": model["weights_hash"],
+        "weights' names and shapes": model["weights_hash"],
         "tensors": f"{facts['tensors']['count']}, {facts['tensors']['bytes'] / 1024:.1f} KiB",
         "pages": f"{facts['bytes_per_token']:g} bytes per token, all layers",
     }
@@ -56,25 +56,24 @@ def _attention(model: dict[str, Any]) -> dict[str, str]:
 
 
 def _formats(facts: dict[str, Any]) -> Table:
-    table = titled("Formats")
-    for name in ("layers", "side", "bits in pages", "bytes/token", "tokens/page", "window", "domain", "parts"):
-        table.add_column(name)
+    # Broken by hand, so that a narrow screen leaves its width to the parts.
+    sizes = ("bits in\npages", "bytes\na token", "tokens\na page")
+    table = titled("Formats", "layers", "side", *sizes, "window", "parts")
     for group in facts["formats"]:
         for side in ("key", "value"):
             shown, fmt = group[side], group[side]["format"]
-            paged = ("", "all", "")
+            paged = ("", "all", shown["words"])
             if fmt:
-                window = f"{fmt['window']['sinks']} first, {fmt['window']['recent']} last"
-                paged = (str(fmt["t"]), window, fmt["domain"])
-            sizes = (f"{shown['page_bits']:.3f}", f"{shown['bytes_per_token']:g}")
-            table.add_row(*map(Text, (layer_range(group), side, *sizes, *paged, shown["words"])))
+                window = f"{fmt['window']['sinks']} first,\n{fmt['window']['recent']} last"
+                paged = (str(fmt["t"]), window, f"{fmt['domain']}: {shown['words']}")
+            bits, grows = f"{shown['page_bits']:.3f}", f"{shown['bytes_per_token']:g}"
+            table.add_row(*map(Text, (layer_range(group), side, bits, grows, *paged)))
     return table
 
 
 def _sizes(facts: dict[str, Any]) -> Table:
-    table = titled("Cache of one sequence, everything counted")
-    for name in ("tokens", "bits per number", "MiB", "less than 16 bits"):
-        table.add_column(name, justify="right")
+    columns = ("tokens", "bits per number", "MiB", "less than 16 bits")
+    table = titled("Cache of one sequence, everything counted", *columns, justify="right")
     for size in facts["sizes"]:
         bits = size["bits"]
         table.add_row(str(size["tokens"]), f"{bits:.3f}", f"{size['bytes'] / 2**20:.1f}", f"{FULL_BITS / bits:.2f}x")
@@ -88,14 +87,18 @@ def _provenance(facts: dict[str, Any]) -> RenderableType:
     )
 
 
-def titled(title: str) -> Table:
-    """An empty table."""
-    return Table(title=Text(title), title_justify="left")
+def titled(title: str, *columns: str, justify: JustifyMethod = "left") -> Table:
+    """An empty table. Where a screen is too narrow, cells go on below: no name or hash loses its end."""
+    table = Table(title=Text(title), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify=justify, overflow="fold")
+    return table
 
 
 def pairs(title: str, rows: dict[str, Any]) -> Table:
     """A table of names and values."""
-    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table = titled(title, "name", "value")
+    table.show_header = False
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(printable(value)))
     return table

@@ -32,9 +32,7 @@ def render(result: dict[str, Any]) -> RenderableType:
     """A line, or a table of findings."""
     if result["sound"]:
         return Text(f"{result['path']}: sound ({result['tensors']} tensors)")
-    table = titled(f"{printable(result['path'])}: calibrate again")
-    table.add_column("tensor")
-    table.add_column("problem")
+    table = titled(f"{printable(result['path'])}: calibrate again", "tensor", "problem")
     for finding in result["findings"]:
         table.add_row(Text(finding["name"]), Text(finding["problem"]))
     return table

@@ -356,9 +356,7 @@ def test_schema_version_that_is_none(folder, version):
 
 def test_newer_schema(folder):
     (folder / "manifest.json").write_text('{"schema_version": 2, "anything": "else"}')
-    with pytest.raises(
-        BundleVersionError, match=r"schema version 2, this Signpost reads up to 1: pip install -U signp"
-    ):
+    with pytest.raises(BundleVersionError, match=r"schema version 2, this Signpost reads up to 1: install a newer one"):
         load(folder)
 
 
@@ -473,7 +471,7 @@ def test_any_entry_may_be_anything_or_missing(folder):
                 assert 0 < bundle.geometry.bits(4096) < 1e9
                 assert bundle.geometry.cache_bytes(4096) > 0
     assert len(refused) > 500
-    assert all("etch the bundle again" in message or "pip install" in message for message in refused)
+    assert all("etch the bundle again" in message or "install a newer one" in message for message in refused)
 
 
 def test_errors_of_a_hostile_size_are_still_bundle_errors(tmp_path):

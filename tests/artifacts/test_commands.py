@@ -1,6 +1,7 @@
 """`python -m artifacts`: what it prints, its exit codes, its errors."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -50,6 +51,25 @@ def test_show_of_layers_in_full_precision(tmp_path, command):
     out = " ".join(command("show", mixed_bundle().save(tmp_path / "b")).out.split())
     for text in ("full precision, the newest", "16.000", "512 tokens in 3 of 4 layers", "capped at 50"):
         assert text in out
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_tables_cut_nothing_off(saved, tmp_path, command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    odd = {name: -BUNDLE.tensors[name] for name in ("rope.inv_freq", "layers.0.key.upper")}
+    other = replace(BUNDLE, tensors=dict(BUNDLE.tensors) | odd, recipe="another" * 30).save(tmp_path / "other")
+    for words in (("show", other), ("diff", saved, other), ("verify", other)):
+        out = command(*words).out
+        assert "…" not in out
+        assert max(len(line) for line in out.splitlines() if line[0] in "│┃┌┏") <= int(columns)
+    cells = [
+        re.sub(r"[^a-z]", "", line.split("│")[2]) for line in command("show", other).out.splitlines() if "│" in line
+    ]
+    assert "another" * 30 in "".join(cells)
+
+
+def test_the_hash_of_weights_is_not_one_of_their_values(saved, command):
+    assert re.search(f"weights' names and shapes │ {BUNDLE.model.weights_hash}", command("show", saved).out)
 
 
 def test_show_json_agrees_with_the_geometry(saved, command):
@@ -171,6 +191,16 @@ def test_system_errors_are_one_line_too(saved, command, monkeypatch):
     monkeypatch.setattr("os.open", refused)
     out = command("show", saved)
     assert (out.code, out.err) == (2, f"error: [Errno 13] Permission denied: {saved!r}\n")
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_what_cannot_be_printed_is_one_line_too(saved, how):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "artifacts", "show", saved, *how],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
 def test_ctrl_c(saved, command, monkeypatch):

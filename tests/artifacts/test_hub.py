@@ -187,7 +187,7 @@ BAD = {
     "newer": (
         with_file("manifest.json", lambda d: b'{"schema_version": 2}'),
         BundleVersionError,
-        "pip install -U signpost-kv",
+        "reads up to 1: install a newer one",
     ),
     "terabytes": (claims(1 << 40), HubError, "tensors.safetensors of 1099511627776 bytes, at most 1073741824 are"),
     "negative": (claims(-1), HubError, "tensors.safetensors of -1 bytes"),

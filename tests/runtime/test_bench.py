@@ -1,7 +1,10 @@
 """`python -m runtime bench`: the figures are those of the caches; times are only there."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from artifacts.errors import SignpostError
 from runtime.__main__ import main
@@ -33,13 +36,35 @@ def test_a_model_that_slides_is_held_against_a_cache_that_drops_what_nobody_sees
     assert ours.cache_bytes == 2 * bundle.geometry.cache_bytes(105, 4, 100)
 
 
-def test_ratios_are_to_the_first_row():
+def test_ratios_are_to_the_first_cache():
     rows = [Measured("fp16", 4, 1000, None, 0.5, 0.02), Measured("nuq", 4, 250, 7000, 0.6, 0.01)]
-    cells = [list(column.cells) for column in table(rows, 10, 5).columns]
-    assert cells[1:] == [
-        ["1,000", "250"], ["-", "7,000"], ["0.500", "0.600"], ["20.000", "10.000"], ["200.0", "400.0"],
-        ["1.00x less", "4.00x less"], ["1.00x", "2.00x"],
-    ]  # fmt: skip
+    columns = table(rows, 10, 5).columns
+    assert [str(column.header) for column in columns] == ["cache", "fp16", "nuq"]
+    assert [list(column.cells) for column in columns[1:]] == [
+        ["1,000", "-", "0.500", "20.000", "200.0", "1.00x less", "1.00x"],
+        ["250", "7,000", "0.600", "10.000", "400.0", "4.00x less", "2.00x"],
+    ]
+
+
+def test_the_table_fits_80_columns():
+    large = Measured("bfloat16", 4096, 10**14, 10**14, 9e4, 9e4)
+    ours = Measured("auto-2.5bits@32K[/x]", 4096, 10**13, 10**14, 9e4, 9e-9)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([large, ours], 131072, 4096, 8))
+    text = console.export_text()
+    assert "batch 4096, 131072 tokens in, 4096 out, each of 8 ranks" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for whole in (
+        large.name,
+        ours.name,
+        f"{10**14:,}",
+        "90000.000",
+        "90000000.000",
+        "10.00x less",
+        "10000000000000.00x",
+    ):
+        assert whole in text
 
 
 def test_the_dense_cache_is_the_plain_model():
@@ -55,7 +80,7 @@ def test_the_dense_cache_is_the_plain_model():
     ((0, 5, 5), "batch=0, prompt=5, new=5: at least 1 prompt of 1 token, and 2 new ones"),
     ((1, 0, 5), "prompt=0"),
     ((1, 5, 1), "new=1"),
-    ((1, 500, 13), "prompts of 500 tokens and 13 new ones exceed the model's 512 positions"),
+    ((1, 500, 13), "prompts of 500 tokens and 13 new ones exceed the model's 512 positions: shorten one"),
 ])  # fmt: skip
 def test_sizes_that_make_no_sense(sizes, message):
     with pytest.raises(SignpostError, match=message):

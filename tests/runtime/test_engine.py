@@ -274,8 +274,9 @@ def test_a_prompt_longer_than_model_or_pool():
 
 
 @pytest.mark.parametrize("values, message", [
-    ({"temperature": -1.0}, r"temperature=-1.0: must be 0 \(greedy\) or more"),
+    ({"temperature": -1.0}, r"temperature=-1.0: must be 0 \(greedy\), or finite and 1e-06 or more"),
     ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": 1e-320}, "temperature=1e-320"),
     ({"top_p": 0.0}, "top_p=0.0: must lie above 0 and be at most 1"),
     ({"top_p": 1.1}, "top_p=1.1"),
     ({"seed": -1}, "seed=-1: must be 0 or more"),

@@ -5,7 +5,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from artifacts import load
 from runtime.__main__ import main
 from runtime.hf import fingerprint, load_causal_lm
 from tests.formats import kivi, random_bundle
@@ -39,7 +41,9 @@ def test_text_and_the_line_on_its_cost(bundle, capsys):
     assert len(out) > len(PROMPT) + 40
     assert "40 tokens in" in err
     assert "tokens/s" in err
-    assert "bits per number" in err
+    assert "bits per number, everything counted" in err
+    assert err.endswith(f" {load(bundle).geometry.bits(131072):.2f} at 131072 tokens\n")
+    assert "Loading weights" not in err
 
 
 def test_sampling_follows_the_seed(bundle, capsys):
@@ -72,8 +76,14 @@ def test_prompt_from_standard_input(bundle, capsys, monkeypatch):
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", PROMPT, "--max-new-tokens", "5000"], "exceed the model's 4096 positions"),
-        (["--prompt", PROMPT, "--max-new-tokens", "0"], "at least 1 token"),
-        (["--prompt", PROMPT, "--temperature", "-1"], "a temperature of 0 or more"),
+        (["--prompt", "\udcff"], "the prompt is not UTF-8 text: convert it first"),
+        (
+            ["--prompt", PROMPT, "--temperature", "-1"],
+            "temperature=-1.0: must be 0 (greedy), or finite and 1e-06 or more",
+        ),
+        (["--prompt", PROMPT, "--temperature", "nan"], "temperature=nan: must be 0"),
+        (["--prompt", PROMPT, "--temperature", "inf"], "temperature=inf: must be 0"),
+        (["--prompt", PROMPT, "--seed", "-1"], "seed=-1: must be 0 or more"),
         (["--prompt", PROMPT, "--device", "nonsense"], "device=nonsense: allowed are auto, cpu"),
         (["--prompt", PROMPT, "--model", "no/such/model"], "cannot load the model 'no/such/model'"),
     ],
@@ -84,6 +94,63 @@ def test_what_cannot_work_is_one_line_and_code_2(bundle, capsys, monkeypatch, ar
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "command, option, given, least",
+    [
+        ("generate", "--max-new-tokens", "0", 1),
+        ("generate", "--max-new-tokens", "nan", 1),
+        ("generate", "--max-new-tokens", "2147483648", 1),
+        ("bench", "--batch", "-1", 1),
+        ("bench", "--prompt-tokens", "1.5", 1),
+        ("bench", "--new-tokens", "1", 2),
+        ("compile", "--ranks", "0", 1),
+    ],
+)
+def test_what_counts_something_names_itself(capsys, command, option, given, least):
+    with pytest.raises(SystemExit) as info:
+        main([command, option, given])
+    assert info.value.code == 2
+    assert f"argument {option}: {given}: must be an integer from {least} to 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+            " for 2.00 GiB more: ",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            " for 8 bytes more: ",
+        ),
+        (MemoryError(), ": "),
+    ],
+)
+def test_out_of_memory(bundle, capsys, monkeypatch, error, message):
+    def exhausted(*_):
+        raise error
+
+    monkeypatch.setattr("runtime.__main__._generate", exhausted)
+    code, _, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
+    assert (code, err) == (
+        2,
+        f"error: out of memory{message}take fewer tokens or sequences, --dtype bfloat16, or several GPUs by torchrun\n",
+    )
+
+
+def test_other_errors_of_torch_are_not_hidden(bundle, capsys, monkeypatch):
+    monkeypatch.setattr("runtime.__main__._generate", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
+
+
+def test_a_long_prompt_is_refused_by_us_alone(bundle, capsys):
+    code, _, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT * 2000)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "exceed the model's 4096 positions" in err
 
 
 def test_bundles_that_do_not_load(bundle, tiny, tmp_path, capsys):

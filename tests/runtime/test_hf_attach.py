@@ -186,7 +186,9 @@ def test_attention_outside_of_a_cache(model, monkeypatch):
     attach(model)
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "signpost")
     layer, angles = model.base_model.layers[0].self_attn, (torch.ones(1, 1, 32), torch.zeros(1, 1, 32))
-    with pytest.raises(RuntimeError, match="signpost attention runs only inside a forward pass with past_key_values="):
+    with pytest.raises(
+        RuntimeError, match="signpost attention runs only inside a forward pass with cache= or past_key_values="
+    ):
         layer(torch.zeros(1, 1, 64), position_embeddings=angles, attention_mask=None)
 
 

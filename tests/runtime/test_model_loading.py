@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from runtime.hf import ModelLoadError, load_causal_lm
-from runtime.hf_load import model_path, resolve_device
+from runtime.hf_load import model_path, named_models, resolve_device
 
-TINY = Path(__file__).resolve().parents[2] / "calib" / "tiny"
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "calib" / "tiny"
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
 
@@ -16,8 +17,32 @@ def test_tiny_is_the_embedded_model_unless_a_folder_has_that_name(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert Path(model_path("tiny")) == TINY
     assert model_path("org/model") == "org/model"
-    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny").mkdir()  # of a bundle
+    assert Path(model_path("tiny")) == TINY
+    (tmp_path / "tiny/config.json").touch()
     assert model_path("tiny") == "tiny"
+
+
+def test_names_of_calib_are_the_models_that_it_takes_them_for():
+    assert model_path("llama2-7b") == "meta-llama/Llama-2-7b-hf"
+    assert "local" not in named_models()
+    assert named_models().keys() | {"local"} == {file.stem for file in (ROOT / "conf/model").glob("*.yaml")}
+    with pytest.raises(
+        ModelLoadError, match="'llama2-7b': there is no such folder, and as meta-llama/Llama-2-7b-hf on"
+    ):
+        load_causal_lm("llama2-7b", "auto", "cpu")
+
+
+def test_without_calib_names_are_only_names(monkeypatch):
+    monkeypatch.setattr("runtime.hf_load.find_spec", lambda name: None)
+    assert named_models.__wrapped__() == {}
+
+
+@pytest.mark.parametrize("delay, shown", [(2.0, False), (0.0, True)])
+def test_loading_shows_no_bar_where_it_takes_no_time(monkeypatch, capsys, delay, shown):
+    monkeypatch.setattr("runtime.hf_load.BAR_AFTER_S", delay)
+    load_causal_lm("tiny", "float32", "cpu")
+    assert ("Loading weights" in capsys.readouterr().err) is shown
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
@@ -35,12 +60,16 @@ def test_models_come_frozen_and_in_eval_mode(dtype):
     [
         ("tiny", "int8", "cpu", "dtype=int8: allowed are auto, float32, bfloat16, float16"),
         ("tiny", "auto", "gpu", "device=gpu: allowed are auto, cpu, cuda, cuda:0"),
+        ("tiny", "auto", "meta", "device=meta: allowed are auto, cpu, cuda, cuda:0"),
         (
             "./not/there",
             "auto",
             "cpu",
-            "cannot load the model './not/there': .* Name a folder that holds a Hugging Face",
+            "model './not/there': there is no such folder. Name a folder that holds a Hugging",
         ),
+        ("", "auto", "cpu", "model '': there is no such folder. Name a folder"),
+        (__file__, "auto", "cpu", "it is a file. Name a folder"),
+        ("not/there", "auto", "cpu", "there is no such folder, and as not/there on the hub: .* Name a folder"),
     ],
 )
 def test_what_cannot_be_loaded(name, dtype, device, message):
