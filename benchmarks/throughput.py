@@ -3,13 +3,13 @@
     python -m benchmarks.throughput --out throughput.json [--model llama2-7b] [--memory 80e9] [--shapes 161+338 ...]
 
 A real architecture's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the
-geometry's bytes of the whole length allow beside the weights and --room bytes of work space; peak_bytes says what torch
-then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens; `decode` is batch / step.
-`loop_us` is the engine's own loop instead, of 64 steps from there on: pages taken, graph replayed, tokens chosen, the
-next step queued meanwhile. A prompt is a pass of the model with attention in full precision, and packed; the random
-model's keys and values are like a cache's (`benchmarks.decode_model`). Short prompts share passes, as in the engine;
-`prompt` is a pass over the number of its prompts, and `total` the batch's new tokens over the time of its prompts and
-steps. Microseconds and tokens per second; ratios are to fp16.
+geometry's bytes of the whole length allow beside the weights and work space, --room bytes and `WORK` a sequence;
+peak_bytes says what torch then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens;
+`decode` is batch / step. `loop_us` is the engine's own loop instead, of 64 steps around there: pages taken, graph
+replayed, tokens chosen, the next step queued meanwhile. A prompt is a pass of the model with attention in full
+precision, and packed; the random model's keys and values are like a cache's (`benchmarks.decode_model`). Short prompts
+share passes, as in the engine; `prompt` is a pass over the number of its prompts, and `total` the batch's new tokens
+over the time of its prompts and steps. Microseconds and tokens per second; ratios are to fp16.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.commands import require_gpu
 from benchmarks.decode_attention import FORMATS
-from benchmarks.decode_model import MODELS, bundle_of, dense, fill, fresh_peak, loop, median_us, model_of
+from benchmarks.decode_model import LOOP, MODELS, bundle_of, dense, fill, fresh_peak, loop, median_us, model_of
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
@@ -37,6 +37,7 @@ from runtime.hf_decoder import HFDecoder
 from runtime.intake import Intake
 
 PROMPTS = 3  # whose median time counts
+WORK = 1_600_000  # bytes of a step's work space that a sequence takes, logits above all
 
 
 @dataclass
@@ -85,11 +86,12 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
     """Batch, bytes of a sequence, peak bytes, microseconds of a step, of the engine's (here the same) and a prompt."""
     found = fingerprint(decoder.model)
     each = 2 * found.l * (m + n) * found.h_kv * found.d * 2
-    row = dense(decoder, "", free // each, m + n // 2, 0.3)
+    b = free // (each + WORK)
+    row = dense(decoder, "", b, m + n // 2, 0.3)
     # `dense` reserves what it fills; here the whole length is reserved.
-    longer = free // each * 2 * found.l * (n - n // 2) * found.h_kv * found.d * 2
+    longer = b * 2 * found.l * (n - n // 2) * found.h_kv * found.d * 2
     fresh_peak()
-    some = together(m, free // each)
+    some = together(m, b)
     cache = DenseCache(decoder, found, some, m)
     tokens = prompts(decoder, some, m)
 
@@ -97,14 +99,14 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
         cache.length = 0
         cache.append(tokens)
 
-    return free // each, each, row.peak_bytes + longer, row.step_us, row.loop_us, median_of(prompt) / some
+    return b, each, row.peak_bytes + longer, row.step_us, row.loop_us, median_of(prompt) / some
 
 
 def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float, float]:
-    """As `fp16`, for a compressed cache."""
+    """As `fp16`, for a compressed cache. The engine's steps are as many before half of the new tokens as behind."""
     bundle = bundle_of(decoder, name)
     each = bundle.geometry.cache_bytes(m + n, 2, m)
-    b = free // each
+    b = free // (each + WORK)
     fresh_peak()
     kv = KVCache(bundle, b, m + n, torch.float16, "cuda", prompt=m)
     steps = DeviceSteps(decoder, kv, [b])
@@ -115,13 +117,20 @@ def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tupl
     us = median_us(step.graph, 0.3)
     assert torch.isfinite(step.logits).all(), f"{name}: logits have NaN"
     peak = torch.cuda.max_memory_allocated()
+    empty(kv)
+    fill(kv, m + n // 2 - LOOP // 2)
     loop_us = loop(decoder, steps, b)
-    kv.check()
-    for i in range(b):
-        kv.release(i)
+    empty(kv)
 
     some = together(m, b)
     return b, each, peak, us, loop_us, median_of(prompt_of(decoder, kv, m, some)) / some
+
+
+def empty(kv: KVCache) -> None:
+    """Gives all pages back."""
+    kv.check()
+    for i in range(kv.b):
+        kv.release(i)
 
 
 def prompt_of(decoder: HFDecoder, kv: KVCache, m: int, some: int) -> Callable[[], None]:
@@ -151,7 +160,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="llama2-7b", choices=list(MODELS))
     parser.add_argument("--memory", type=float, default=80e9, help="bytes, weights included (default: %(default).0f)")
-    parser.add_argument("--room", type=float, default=2e9, help="bytes for work space (default: %(default).0f)")
+    parser.add_argument("--room", type=float, default=8e8, help="bytes for other work space (default: %(default).0f)")
     parser.add_argument("--shapes", nargs="+", default=["161+338", "4096+512"], help="prompt + new tokens")
     parser.add_argument("--formats", nargs="+", default=["nuq4-1", "nuq2-1", "kivi2-g32", "gear-l2"], choices=FORMATS)
     parser.add_argument("--layers", type=int, default=32)

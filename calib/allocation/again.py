@@ -59,7 +59,8 @@ def choice(settings: Settings) -> tuple[Budget, Candidates, Speed | None]:
 
 def config_digest(model: ModelConfig) -> str | None:
     """Of a model's configuration, in its folder or in the hub's cache; None where neither has it."""
-    folder = EMBEDDED if model.path == "tiny" and not Path(model.path).exists() else Path(model.path)
+    given = Path(model.path)
+    folder = EMBEDDED if model.path == "tiny" and not (given / "config.json").exists() else given
     file: object = folder / "config.json"
     if not folder.is_dir():
         try:

@@ -146,5 +146,8 @@ def _provenance(facts: dict[str, Any]) -> str:
         table = calibration.get(name)
         if isinstance(table, dict):
             rows += [(f"{name}: {key}", str(value)) for key, value in table.items()]
-    rows += [("configuration", facts["model"]["config_hash"]), ("weights", facts["model"]["weights_hash"])]
+    rows += [
+        ("configuration", facts["model"]["config_hash"]),
+        ("weights' names and shapes", facts["model"]["weights_hash"]),
+    ]
     return _table(("", ""), rows)
