@@ -253,6 +253,11 @@ def kvquant(bits: int, t: int = 64, sinks: int = 1, recent: int = 0) -> LayerFor
     )
 
 
+def without_outliers(formats: LayerFormat) -> LayerFormat:
+    """The same, but for the outliers."""
+    return LayerFormat(replace(formats.key, sparse=None), replace(formats.value, sparse=None))
+
+
 def kivi(bits: int, t: int = 64, recent: int = 64, sinks: int = 0) -> LayerFormat:
     """KIVI with groups of 32."""
     window = Window(sinks, recent)

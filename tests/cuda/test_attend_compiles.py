@@ -15,10 +15,11 @@ from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_alone, takes_bytes, units
 from tests.cuda.compiling import report
-from tests.formats import CASES, Case, kivi, kvquant, random_bundle
+from tests.formats import CASES, Case, kivi, kvquant, random_bundle, without_outliers
 
 ROPE = Rope(128, "half", 1.0, "default")
 RECIPES = {"kvquant-4": kvquant(4), "kvquant-2": kvquant(2), "kivi-2": kivi(2)}
+SMALL_PAGES = without_outliers(kvquant(2, 16))
 FEW_BITS = LayerFormat(
     Format(64, banded=Banded(1.5), window=Window(1), domain="pre_rope"),
     Format(64, banded=Banded(1.5), window=Window(1), rotate=Rotate("learned")),
@@ -37,7 +38,7 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
 
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
-    formats = (RECIPES | {"factors-2": FACTORS, "few-bits": FEW_BITS})[name]
+    formats = (RECIPES | {"factors-2": FACTORS, "few-bits": FEW_BITS, "small-pages": SMALL_PAGES})[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
 
@@ -48,7 +49,7 @@ def test_every_format(case: Case) -> None:
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
-@pytest.mark.parametrize(("name", "rows"), [("kvquant-4", 1), ("kvquant-2", 2), ("kivi-2", 1)])
+@pytest.mark.parametrize(("name", "rows"), [("kvquant-4", 1), ("kvquant-2", 2), ("kivi-2", 1), ("small-pages", 1)])
 def test_every_architecture(name: str, rows: int, arch: str) -> None:
     assert report(recipe_unit(name, rows=rows), arch)
 

@@ -21,7 +21,7 @@ from runtime.pack import device_tables
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import INTEGERS, MOST_ROWS, WRITE_THREADS, Sharing, takes_alone
-from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle
+from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle, without_outliers
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -216,11 +216,6 @@ BANDED = LayerFormat(
 )
 
 
-def without_outliers(bits: int) -> LayerFormat:
-    formats = with_outliers(0.01, bits)
-    return LayerFormat(replace(formats.key, sparse=None), replace(formats.value, sparse=None))
-
-
 def in_pages_of(t: int, formats: LayerFormat) -> LayerFormat:
     return LayerFormat(replace(formats.key, t=t), replace(formats.value, t=t))
 
@@ -229,11 +224,11 @@ def in_pages_of(t: int, formats: LayerFormat) -> LayerFormat:
 @pytest.mark.parametrize(
     ("formats", "g", "d", "alone"),
     [
-        (without_outliers(2), 1, 128, True),
-        (without_outliers(2), 2, 64, False),
-        (without_outliers(3), 1, 128, False),
-        (without_outliers(3), 2, 64, True),
-        (without_outliers(4), 1, 64, False),
+        (without_outliers(kvquant(2)), 1, 128, True),
+        (without_outliers(kvquant(2)), 2, 64, False),
+        (without_outliers(kvquant(3)), 1, 128, False),
+        (without_outliers(kvquant(3)), 2, 64, True),
+        (without_outliers(kvquant(4)), 1, 64, False),
         (BANDED, 1, 128, True),
         (BANDED, 2, 128, False),
     ],

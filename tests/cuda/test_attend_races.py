@@ -8,8 +8,8 @@ import pytest
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
 from runtime.attention import _Attend
 from runtime.units import MOST_ROWS, TYPES, Sharing, attend_unit
-from tests.cuda.test_attend_emulated import BANDED, WEIGHED, Emulated, Module, build, case, with_outliers
-from tests.formats import Case, kivi, kvquant
+from tests.cuda.test_attend_emulated import BANDED, WEIGHED, Emulated, Module, build, case, in_pages_of, with_outliers
+from tests.formats import Case, kivi, kvquant, without_outliers
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -63,6 +63,13 @@ def test_no_races_of_two_warps_a_tile(monkeypatch):
 def test_no_races_of_many_outliers(monkeypatch):
     """More in a tile than a warp reads ahead."""
     assert races(case(with_outliers(0.15), 8), [300, 65], monkeypatch) == 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_races_of_units_of_several_pages(alone, monkeypatch):
+    monkeypatch.setattr(Watched, "how", Sharing(1, alone))
+    assert races(case(without_outliers(kvquant(2, 16)), 2), [300, 65, 1], monkeypatch) == 0
+    assert races(case(in_pages_of(32, BANDED), 4), [300, 65, 1], monkeypatch) == 0
 
 
 def test_no_races_where_heads_are_weighed(monkeypatch):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from artifacts import Banded, Format, LayerFormat, Rope, Rotate, Window  # noqa: E402
 from runtime.attention import PagedAttention  # noqa: E402
 from runtime.units import Sharing, takes_alone  # noqa: E402
-from tests.formats import CASES, Case, kivi, kvquant  # noqa: E402
+from tests.formats import CASES, Case, kivi, kvquant, without_outliers  # noqa: E402
 
 if torch.cuda.is_available():
     from tests.gpu.paged import Scene, relative
@@ -91,9 +91,11 @@ def test_model_types(dtype) -> None:
         assert ours <= (max(ALLOWED * theirs, FLOOR) if dtype == torch.float16 else 2**-8)
 
 
+@pytest.mark.parametrize("outliers", [True, False])
 @pytest.mark.parametrize("t", [16, 32, 128])
-def test_page_sizes(t) -> None:
-    assert_close(Scene.of(with_formats(kvquant(3, t)), [1, t, 700]))
+def test_page_sizes(t, outliers) -> None:
+    formats = kvquant(3, t) if outliers else without_outliers(kvquant(3, t))
+    assert_close(Scene.of(with_formats(formats), [1, t, t + 2, 3 * t + 2, 700]))
 
 
 @pytest.mark.parametrize("recent", [(0, 128), (128, 0), (5, 77)])
