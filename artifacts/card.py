@@ -28,6 +28,7 @@ from runtime.hf import SignpostCache
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 cache = SignpostCache(model, artifacts.load(FOLDER))
+# Before transformers 5.24 the argument is called past_key_values.
 ids = model.generate(**tokenizer("The history of", return_tensors="pt"), cache=cache, max_new_tokens=100)
 ```"""
 

@@ -86,10 +86,10 @@ def _check_text(text: TextConfig, where: str) -> None:
 def _check_model(model: ModelConfig) -> None:
     """Raises ConfigError for what is neither a folder with a model nor can be a hub id, which `tiny` can."""
     path, way_out = Path(model.path), "name a folder that holds a Hugging Face model, or a hub id"
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ConfigError(f"model.path={path} holds no config.json: {way_out}")
+    if (path / "config.json").exists() or model.path == "tiny":  # which a bundle's folder of that name does not hide
         return
+    if path.is_dir():
+        raise ConfigError(f"model.path={path} holds no config.json: {way_out}")
     if path.exists():
         raise ConfigError(f"model.path={path} is a file: {way_out}")
     try:

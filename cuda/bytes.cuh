@@ -24,7 +24,7 @@ struct BytePages {
     static constexpr float PROBABILITY = 8388600.f;                    // units of one: two, and what exp2 is off, are less than 2^24
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
     static constexpr float VALUE_UNITS = 262144.f, MOST_VALUE = 15.9f; // likewise of values; more is added in float
-    static constexpr int PAGES_OF_VALUES = 8, PAGES_OF_SUMS = 512;     // after which whole sums might overflow
+    static constexpr int UNITS_OF_VALUES = 8, UNITS_OF_SUMS = 512;     // after which whole sums might overflow
 
     const Place<C>& at;
     ByteQuery<C> query;
@@ -52,14 +52,14 @@ struct BytePages {
 
     // ---- pages ----
 
-    // Copies of this warp's share of pages from ... to - 1: one out of WARPS, so that all are at the same place of memory; or all of them.
+    // Copies of this warp's share of units from ... to - 1: one out of WARPS, so that all are at the same place of memory; or all of them.
     __device__ __forceinline__ ByteFeed<C> feed(int from, int to) const {
         if constexpr (L::ALONE) return {at, mine(), from, to - from};
         const int first = from + at.warp;
         return {at, mine(), first, (to - first + L::WARPS - 1) / L::WARPS};
     }
 
-    // Goes through the pages of a feed that has been started. Leaves what they give to `softmax`, which is reset.
+    // Goes through the units of a feed that has been started. Leaves what they give to `softmax`, which is reset.
     __device__ __forceinline__ void run(ByteFeed<C>& feed, Softmax<C>& softmax) {
         if (feed.count <= 0) return;
         query.start(feed.first, tables());
@@ -80,8 +80,8 @@ struct BytePages {
             add_values();
             feed.values_done();
             const bool last = i + 1 == feed.count;
-            if (V::SPARSE && ((i + 1) % PAGES_OF_VALUES == 0 || last)) take_value_outliers();
-            if ((i + 1) % PAGES_OF_SUMS == 0 || last) take_sums();
+            if (V::SPARSE && ((i + 1) % UNITS_OF_VALUES == 0 || last)) take_value_outliers();
+            if ((i + 1) % UNITS_OF_SUMS == 0 || last) take_sums();
         }
         copy_wait<0>();
         leave(softmax);

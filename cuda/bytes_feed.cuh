@@ -72,7 +72,7 @@ struct ByteFeed {
         ask();
     }
 
-    // Starts the copies of the first page's directories and codes. The warp's place is idle.
+    // Starts the copies of the first unit's directories and codes. The warp's place is idle.
     __device__ __forceinline__ void begin() {
         if (count <= 0) return;
         next = take();
@@ -116,7 +116,7 @@ struct ByteFeed {
     // How many tiles the i-th unit has, or more than there are.
     __device__ __forceinline__ int tiles(int i) const { return pages * (K::T / TILE) - (first + i * L::STRIDE) * B::TILES; }
 
-    // Starts the copies of the first page's lists: its codes are under way.
+    // Starts the copies of the first unit's lists: its codes are under way.
     __device__ __forceinline__ void start() {
         if (count <= 0) return;
         if constexpr (K::SPARSE || V::SPARSE) {
@@ -128,7 +128,7 @@ struct ByteFeed {
         value_list();
     }
 
-    // Waits for the keys of the page at hand and for the copies before; where its lists lie.
+    // Waits for the keys of the unit at hand and for the copies before; where its lists lie.
     __device__ __forceinline__ void open_keys(PageList& key_list, PageList& value_list) const {
         copy_wait<1>();
         __syncwarp();
@@ -142,20 +142,20 @@ struct ByteFeed {
         list = {*reinterpret_cast<const uint4*>(directory), *reinterpret_cast<const unsigned*>(directory + B::ENDS)};
     }
 
-    // Waits for the values of the page at hand.
+    // Waits for the values of the unit at hand.
     __device__ __forceinline__ void open_values() const {
         copy_wait<1>();
         __syncwarp();
     }
 
-    // Starts the copies of the next page's keys, and of what the probabilities need of its values.
+    // Starts the copies of the next unit's keys, and of what the probabilities need of its values.
     __device__ __forceinline__ void keys_done() const {
         static_assert(!B::SCALED || B::ZERO == B::SCALE + 128, "scales and zero points follow each other");
         __syncwarp();
         key_codes();
         key_list();
     }
-    // Starts the copies of the next page's values and goes on to it.
+    // Starts the copies of the next unit's values and goes on to it.
     __device__ __forceinline__ void values_done() {
         __syncwarp();
         value_codes();

@@ -53,7 +53,7 @@ struct ByteKeys {
     // Once a stretch of a head.
     __device__ __forceinline__ void open() { codes.open(bands()); }
 
-    // Of the page at hand: tokens r and r + 8 of tile c.
+    // Of the unit at hand: tokens r and r + 8 of tile c.
     __device__ __forceinline__ void scores(const Query& query, float (&score)[ROWS][2]) const {
         float parts[ROWS][TILES][2];
         if constexpr (K::BANDED > 0) by_band(query, parts);

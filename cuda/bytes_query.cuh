@@ -1,6 +1,6 @@
 // The query for pages whose codes are bytes: RoPE on the query's side.
 //
-// Score of the key k at token j of a page, with the query q turned by the position of the page's middle, t = j - 31.5:
+// Score of the key k at token j of a unit, with the query q turned by the position of the unit's middle, t = j - 31.5:
 //     sum over pairs of cos(t f) (q_a k_a + q_b k_b) + sin(t f) (q_b k_a - q_a k_b).
 // For all but the fastest pairs cos(t f) = sum_m W[j][m] g_m(f) over four even functions m, and sin(t f) over four odd ones
 // (runtime/smooth.py). So the score is sum_m W[j][m] <q_m, k>: eight queries q_m, which are the eight columns of a matrix
@@ -22,7 +22,7 @@ struct ByteQuery {
 
     const Place<C>& at;
     unsigned char* const mine;  // the warp's part of shared memory
-    float2 turned[ROWS][MINE];  // pairs lane + 32 k at the page's middle, times a row's factor 1 / size
+    float2 turned[ROWS][MINE];  // pairs lane + 32 k at the unit's middle, times a row's factor 1 / size
     float size[ROWS];
 
     __device__ __forceinline__ ByteQuery(const Place<C>& place, unsigned char* memory) : at(place), mine(memory) {}
@@ -48,7 +48,7 @@ struct ByteQuery {
         }
     }
 
-    // Turns the query to the middle of page `unit`.
+    // Turns the query to the middle of unit `unit`.
     __device__ __forceinline__ void start(int unit, const unsigned char* block) {
         const long long middle = 2 * (static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit) * B::T) + B::T - 1;
         float2 angle[MINE];
@@ -82,7 +82,7 @@ struct ByteQuery {
     // A row's pairs: [PAIRS / 2][2][2], (q_a, q_b) of two pairs and then (q_b, -q_a) of both.
     __device__ __forceinline__ float2* pairs(int row) const { return reinterpret_cast<float2*>(mine + B::TURNED) + row * 2 * PAIRS; }
 
-    // Leaves the query of the page at hand in shared memory, and turns it to the warp's next page. The warp meets after it.
+    // Leaves the query of the unit at hand in shared memory, and turns it to the warp's next one. The warp meets after it.
     __device__ __forceinline__ void leave(const unsigned char* block) {
         const float2* turns = reinterpret_cast<const float2*>(block + B::PAGE_TURNS) + at.lane;
         const float2* tiles = reinterpret_cast<const float2*>(block + B::TILE_TURNS) + at.lane;

@@ -251,6 +251,14 @@ def test_what_cannot_work_is_refused_in_one_line(calib, monkeypatch, tmp_path, a
     assert [path.name for path in tmp_path.rglob("*")] == ["README.md"]
 
 
+def test_a_bundle_of_the_same_name_does_not_hide_the_embedded_model(calib, monkeypatch, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "manifest.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    done = calib("model=tiny", "out=other", "dry_run=true")
+    assert done.code == 0, done.err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there(calib, tmp_path):
     done = calib("device=cuda", f"out={tmp_path}")
