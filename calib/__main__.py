@@ -23,6 +23,7 @@ from rich.console import Console
 from artifacts import Bundle
 from artifacts.errors import SignpostError
 from calib.config import Settings, register
+from calib.names import CONF
 from calib.options import allowed, check_names, check_words
 
 # Before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, costs minutes where
@@ -31,9 +32,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Without it cuBLAS may add up in another order from call to call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-_HERE = Path(__file__).parent
-# In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
-CONF = _HERE / "_conf" if (_HERE / "_conf").is_dir() else _HERE.parent / "conf"
 COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
 
 

@@ -12,6 +12,7 @@ from artifacts.atomic import Owned, refuse_foreign, replace_folder
 from artifacts.bundle import MANIFEST, owned_files
 from artifacts.errors import SignpostError
 from calib.config import ConfigError, ModelConfig, Settings, TextConfig
+from calib.names import model_path
 
 
 class DataError(SignpostError, ValueError):
@@ -84,16 +85,17 @@ def _check_text(text: TextConfig, where: str) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    """Raises ConfigError for what is neither a folder with a model nor can be a hub id, which `tiny` can."""
-    path, way_out = Path(model.path), "name a folder that holds a Hugging Face model, or a hub id"
-    if (path / "config.json").exists() or model.path == "tiny":  # which a bundle's folder of that name does not hide
-        return
+    """Raises ConfigError for what is neither a folder with a model nor can be a hub id."""
+    place = model_path(model.path)
+    path, way_out = Path(place), "name a folder that holds a Hugging Face model, or a hub id"
     if path.is_dir():
-        raise ConfigError(f"model.path={path} holds no config.json: {way_out}")
+        if not (path / "config.json").exists():
+            raise ConfigError(f"model.path={path} holds no config.json: {way_out}")
+        return
     if path.exists():
         raise ConfigError(f"model.path={path} is a file: {way_out}")
     try:
-        hf_hub_url(model.path, "config.json")  # looks at the name
+        hf_hub_url(place, "config.json")  # looks at the name
     except HFValidationError as error:
         raise ConfigError(
             f"model.path={model.path}: there is no such folder, and hub ids look different: {way_out}"

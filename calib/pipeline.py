@@ -24,12 +24,13 @@ from calib.devices import place
 from calib.evaluate import evaluate
 from calib.inputs import of_model, versions
 from calib.memory import within_memory
+from calib.names import model_path
 from calib.passes import ALONE, Work
 from calib.progress import bars
 from calib.ranks import Ranks
 from calib.store import Store
 from calib.tap import Tap
-from runtime.hf_load import load_causal_lm, model_path
+from runtime.hf_load import load_causal_lm
 from runtime.hf_model import fingerprint, kv_heads, require_keys_and_values, require_one_rope, rotary, sliding_windows
 
 # What to say where the model itself does not fit: what was done, and the way out.
@@ -140,10 +141,11 @@ def model_dtype(name: str, device: torch.device) -> str:
 def known_config(settings: Settings) -> Any:
     """The model's configuration, before gigabytes are read. Raises ConfigError where it cannot be had."""
     model = settings.config.model
+    path = model_path(model.path)
     try:
-        return AutoConfig.from_pretrained(model_path(model.path), revision=model.revision).get_text_config()
+        return AutoConfig.from_pretrained(path, revision=model.revision).get_text_config()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_unknown(model.path, error)) from error
+        raise ConfigError(_unknown(path, error)) from error
 
 
 def _unknown(path: str, error: BaseException) -> str:

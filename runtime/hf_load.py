@@ -3,13 +3,11 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml  # transformers needs it too
 from huggingface_hub import hf_hub_url
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,24 +25,13 @@ class ModelLoadError(SignpostError, ValueError):
     """The model, its dtype or its device cannot be had."""
 
 
-@cache
-def named_models() -> dict[str, str]:
-    """Folders and hub ids by the names that `python -m calib` gives them; `tiny` is the embedded model."""
-    spec = find_spec("calib")
-    if spec is None or spec.origin is None:
-        return {}
-    home = Path(spec.origin).parent
-    # In a wheel the configuration travels inside the package; in a checkout it is the folder conf/.
-    conf = home / "_conf" if (home / "_conf").is_dir() else home.parent / "conf"
-    paths = {file.stem: yaml.safe_load(file.read_text()).get("path") for file in (conf / "model").glob("*.yaml")}
-    known = {name: path for name, path in paths.items() if path not in (None, "???")}  # `local` leaves it open
-    return known | {"tiny": str(home / "tiny")}
-
-
 def model_path(name: str) -> str:
-    """Folder or hub id to load from: a model's folder of that name, what `named_models` knows by it, or the name
-    itself. A bundle's folder may have the same name."""
-    return name if Path(name, "config.json").exists() else named_models().get(name, name)
+    """Folder or hub id to load from: where calibration is installed, by the names that it knows (`calib.names`)."""
+    if find_spec("calib") is None:
+        return name
+    from calib.names import model_path
+
+    return model_path(name)
 
 
 def _require_place(name: str, path: str) -> None:

@@ -13,8 +13,8 @@ from calib.allocation.candidates import Candidates
 from calib.allocation.speed import Speed
 from calib.allocation.table import RECORD, Table
 from calib.config import ConfigError, ModelConfig, Settings
+from calib.names import model_path
 
-EMBEDDED = Path(__file__).parents[1] / "tiny"  # as `runtime.hf_load.model_path` finds it
 CONFIG = "model_config"  # in a table's provenance: sha256 of the file, and positions, the longest text
 
 
@@ -59,12 +59,11 @@ def choice(settings: Settings) -> tuple[Budget, Candidates, Speed | None]:
 
 def config_digest(model: ModelConfig) -> str | None:
     """Of a model's configuration, in its folder or in the hub's cache; None where neither has it."""
-    given = Path(model.path)
-    folder = EMBEDDED if model.path == "tiny" and not (given / "config.json").exists() else given
-    file: object = folder / "config.json"
-    if not folder.is_dir():
+    path = model_path(model.path)
+    file: object = Path(path) / "config.json"
+    if not Path(path).is_dir():
         try:
-            file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+            file = try_to_load_from_cache(path, "config.json", revision=model.revision)
         except HFValidationError:
             return None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if isinstance(file, str | Path) else None
