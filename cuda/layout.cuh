@@ -53,7 +53,7 @@ struct Layout {
     static constexpr int D = C::D, ROWS = C::ROWS, WARPS = C::WARPS, PHASES = C::PHASES, TURNS = C::TURNS;
     static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
     static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
-    static constexpr int STRIDE = ALONE ? 1 : WARPS;  // from one page of a warp to its next one, by bytes
+    static constexpr int STRIDE = ALONE ? 1 : WARPS;  // from one unit of a warp to its next one, by bytes
     // Exact values are read eight channels at once, and outputs in their order: by bytes, whose pages' sums come through shared memory. Warps alone are slower with it (measured).
     static constexpr bool WIDE_VALUES = BYTES && !ALONE;
     static constexpr int PARTS = C::PARTS, TEAMS = WARPS / PARTS;

@@ -148,8 +148,8 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -
     def plain(side: PageGeometry) -> bool:
         fmt = side.format
         few = fmt.banded or (fmt.dense and 2 <= fmt.dense.bits <= 4)
-        whole = fmt.t == 64 or (64 % fmt.t == 0 and not fmt.sparse)  # pages of a unit
-        return bool(whole and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
+        fills = fmt.t == 64 or (64 % fmt.t == 0 and not fmt.sparse)  # a unit, by one page or several
+        return bool(fills and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
 
     k, v, d = key.format, value.format, key.shape.d
     turned = k.domain == "pre_rope" and rope.dim == d and rope.layout != "interleaved" and not k.rotate
