@@ -44,6 +44,7 @@ struct Alone {
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         prepare_tables(at, keys, values, outliers, byte_pages);
+        if constexpr (L::BYTES) byte_pages.prepare_starts();
         const AttendParams& params = at.params;
         if (!params.follows) await_predecessor();
         const long long all = measure();  // a head's part of the line

@@ -45,6 +45,7 @@ struct BytePages {
 
     // Once a block, then a barrier, then `take_codebooks`.
     __device__ __forceinline__ void prepare() const { ByteQuery<C>::prepare(at, tables()); }
+    __device__ __forceinline__ void prepare_starts() const { ByteQuery<C>::prepare_starts(tables()); }  // if warps are alone
     __device__ __forceinline__ void take_codebooks(const float* of_keys, const float* of_values) {
         keys.take_codebook(of_keys);
         value_codes.load(of_values);

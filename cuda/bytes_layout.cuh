@@ -66,8 +66,9 @@ struct ByteLayout {
     static constexpr int ANGLES = FREQUENCIES + PAIRS * 4;               // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
     static constexpr int COPIED = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
     static constexpr int PAGE_TURNS = COPIED;                            // f32 (cos, sin) [PAIRS], from a warp's page to its next one
+    static constexpr int STARTS = PAGE_TURNS + PAIRS * 8;                // f32 (cos, sin) [PAIRS] of the middle of the first unit, if token 0 is at position 0
     // and what a head's scales make of it.
-    static constexpr int COEFFICIENTS = PAGE_TURNS + PAIRS * 8;                          // f32 [SLOW][2][32][4]: of the turned query, by function
+    static constexpr int COEFFICIENTS = STARTS + (C::ALONE ? PAIRS * 8 : 0);             // f32 [SLOW][2][32][4]: of the turned query, by function
     static constexpr int ZEROS = COEFFICIENTS + SLOW * 1024;             // the same for zero points
     static constexpr int ZERO_KEYS = ZEROS + SLOW * 1024;                // f16 first operands [FAST]
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]

@@ -37,6 +37,20 @@ struct ByteQuery {
         copy_commit();
     }
 
+    // Where warps are alone, the angles with which nearly all sequences begin: those of each cost a warp as much as half of a page. After a barrier; another
+    // one follows.
+    static __device__ __forceinline__ void prepare_starts(unsigned char* block) {
+        if (threadIdx.x >= PAIRS) return;
+        float2 angle;
+        exact_angle(FIRST_MIDDLE, threadIdx.x, block, angle);
+        reinterpret_cast<float2*>(block + B::STARTS)[threadIdx.x] = angle;
+    }
+    static constexpr int FIRST_MIDDLE = 2 * K::SINKS + B::T - 1;  // of the first unit, in half tokens, where token 0 is at position 0
+
+    static __device__ __forceinline__ void exact_angle(long long middle, int pair, const unsigned char* block, float2& angle) {
+        Angle::exact(middle, 0.5f * reinterpret_cast<const float*>(block + B::FREQUENCIES)[pair], angle.x, angle.y);
+    }
+
     // Those of a head: scales of keys are there.
     static __device__ __forceinline__ void fold(const Place<C>& at, unsigned char* block) {
         const float* shares = reinterpret_cast<const float*>(block + B::SHARES);
@@ -50,14 +64,19 @@ struct ByteQuery {
 
     // Turns the query to the middle of unit `unit`.
     __device__ __forceinline__ void start(int unit, const unsigned char* block) {
-        const long long middle = 2 * (static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit) * B::T) + B::T - 1;
+        const long long middle = 2 * (static_cast<long long>(at.offset) + static_cast<long long>(unit) * B::T) + FIRST_MIDDLE;
         float2 angle[MINE];
+        if (L::ALONE && middle == FIRST_MIDDLE) {
+#pragma unroll
+            for (int k = 0; k < MINE; ++k) angle[k] = reinterpret_cast<const float2*>(block + B::STARTS)[at.lane + 32 * k];
+        } else {
+#pragma unroll
+            for (int k = 0; k < MINE; ++k) exact_angle(middle, at.lane + 32 * k, block, angle[k]);
+        }
         float bound[ROWS] = {};
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             const int pair = at.lane + 32 * k;
-            const float frequency = reinterpret_cast<const float*>(block + B::FREQUENCIES)[pair];
-            Angle::exact(middle, 0.5f * frequency, angle[k].x, angle[k].y);
             const float widest = fmaxf(fabsf(at.floats(L::KEY_SCALE)[pair]), fabsf(at.floats(L::KEY_SCALE)[pair + PAIRS]));
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {

@@ -14,6 +14,7 @@ struct Exact {
     using V = typename C::Value;
     using Model = typename C::Model;
     static constexpr int D = L::D, NT = L::NT, STEPS = L::STEPS;
+    static constexpr bool EARLY = L::BYTES && L::ALONE;  // values are read before scores are known: a warp alone waits for both at once. By tiles that takes too many registers
 
     const Place<C>& at;
     const Query<C>& query;
@@ -87,17 +88,18 @@ struct Exact {
         }
     }
 
-    // Adds their values times probabilities b. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row; transposed they are operands.
-    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+    // Their values. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row.
+    struct Read {
+        unsigned x[L::SHARE][4];
+    };
+    __device__ __forceinline__ void read_values(const Vectors<false>& values, const Pair& of, Read& read) const {
         if constexpr (L::WIDE_VALUES) {
             const Model *low = values(of.low) + 8 * at.c, *high = values(of.high) + 8 * at.c;
 #pragma unroll
             for (int u = 0; u < L::SHARE; u += 2) {
                 const uint4 x = eight_of(low + 16 * u), y = eight_of(high + 16 * u);
-                const unsigned first[4] = {transpose8(x.x), transpose8(x.y), transpose8(y.x), transpose8(y.y)};
-                const unsigned second[4] = {transpose8(x.z), transpose8(x.w), transpose8(y.z), transpose8(y.w)};
-                softmax.add(u, first, b);
-                softmax.add(u + 1, second, b);
+                read.x[u][0] = x.x, read.x[u][1] = x.y, read.x[u][2] = y.x, read.x[u][3] = y.y;
+                read.x[u + 1][0] = x.z, read.x[u + 1][1] = x.w, read.x[u + 1][2] = y.z, read.x[u + 1][3] = y.w;
             }
             return;
         }
@@ -105,9 +107,21 @@ struct Exact {
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
             const int from = 16 * at.step(u);
-            const unsigned a[4] = {transpose8(pair_of(low + from)), transpose8(pair_of(low + from + 8)), transpose8(pair_of(high + from)), transpose8(pair_of(high + from + 8))};
+            read.x[u][0] = pair_of(low + from), read.x[u][1] = pair_of(low + from + 8), read.x[u][2] = pair_of(high + from), read.x[u][3] = pair_of(high + from + 8);
+        }
+    }
+    // Adds them times probabilities b: transposed they are operands.
+    __device__ __forceinline__ void add_values(const Read& read, const unsigned (&b)[NT][2]) {
+#pragma unroll
+        for (int u = 0; u < L::SHARE; ++u) {
+            const unsigned a[4] = {transpose8(read.x[u][0]), transpose8(read.x[u][1]), transpose8(read.x[u][2]), transpose8(read.x[u][3])};
             softmax.add(u, a, b);
         }
+    }
+    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+        Read read;
+        read_values(values, of, read);
+        add_values(read, b);
     }
 
     // Sinks, and all tokens from `first` on: 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
@@ -121,6 +135,8 @@ struct Exact {
         for (int i = begin; i < tiles; i += step) {
             const Pair place = pair_at(i * TILE, count), of{token_of(place.low), token_of(place.high)};
             float score[NT][4];
+            Read read;
+            if constexpr (EARLY) read_values(values, of, read);
             scores(keys, of, score);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -135,7 +151,8 @@ struct Exact {
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score, b);
-            add_values(values, of, b);
+            if constexpr (EARLY) add_values(read, b);
+            else add_values(values, of, b);
         }
     }
 };
