@@ -37,8 +37,8 @@ struct ByteQuery {
         copy_commit();
     }
 
-    // Where warps are alone, the angles with which nearly all sequences begin: those of each cost a warp as much as half of a page. After a barrier; another
-    // one follows.
+    // Where warps are alone, the angles with which nearly all sequences begin, so that not each of them needs exact ones (about 250 instructions). After a
+    // barrier; another one follows.
     static __device__ __forceinline__ void prepare_starts(unsigned char* block) {
         if (threadIdx.x >= PAIRS) return;
         float2 angle;

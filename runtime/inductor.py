@@ -16,8 +16,8 @@ def compiling(b: int) -> Iterator[None]:
     # All layers run the same code: their numbers in the stack must not be constants of it. A sequence alone multiplies
     # matrices with vectors: inductor makes kernels of its own for these if it may tune them, which it does when they
     # first run. Tuned so as an option of torch.compile they are slower. From one beginning alone the search ends at
-    # kernels that are up to 1.7 times as slow as from another. Several sequences use cuBLAS, and for the rest the
-    # search found nothing better than inductor's own choice, but at times kernels that were five times as slow.
+    # kernels that are up to 1.7 times as slow as from another. Several sequences use cuBLAS, and for the rest of many
+    # the search found nothing better than inductor's own choice, but at times kernels that were five times as slow.
     # With PDL a kernel begins while the one before it ends (from compute capability 9.0 on).
     with (
         torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
