@@ -13,7 +13,6 @@ float16. Behind a first difference texts differ, so the first one counts.
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ class Banning(HFDecoder):
 
     banned: int | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Sequence[int] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions, attend, behind)
         if self.banned is not None:
             logits[:, self.banned] = -torch.inf

@@ -4,7 +4,8 @@
 
 A shape is prompts of a pass x tokens of each. A real architecture's layers, random weights, keys and values like a
 cache's (`benchmarks.decode_model`). Microseconds of a pass, medians: what a prompt of few tokens takes is what the host
-takes, so with fewer layers what is paid once a pass weighs more.
+takes, so with fewer layers what is paid once a pass weighs more. Where an engine has a graph for the shape
+(`runtime.prompts`), the same from graphs, filled up to the graph's size; fp16's has that size, too.
 """
 
 import argparse
@@ -17,32 +18,77 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.commands import command, require_gpu
 from benchmarks.decode_attention import FORMATS
 from benchmarks.decode_model import MODELS, bundle_of, fresh_peak, model_of
 from benchmarks.throughput import median_of, prompt_of, prompts
 from runtime import KVCache
+from runtime.decoding import captured
 from runtime.dense import DenseCache
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
+from runtime.intake import Intake
+from runtime.prompts import PromptGraph, graph_sizes, prompt_numbers
 
 ROUNDS = 3  # in turns
+SHORT = 512  # tokens of an engine's graphs
 
 
 def passes(decoder: HFDecoder, some: int, m: int, formats: list[str]) -> dict[str, Callable[[], None]]:
     """A pass over prompts, by what keeps their keys and values."""
-    dense, tokens = DenseCache(decoder, fingerprint(decoder.model), some, m), prompts(decoder, some, m)
-
-    def fp16() -> None:
-        dense.length = 0
-        dense.append(tokens)
-
-    found: dict[str, Callable[[], None]] = {"fp16": fp16}
+    tokens = prompts(decoder, some, m)
+    size = next((size for size in graph_sizes(SHORT, some, SHORT) if size[0] >= some and size[1] >= m), None)
+    found = {"fp16": dense(decoder, tokens)}
+    if size:
+        found["fp16, graph"] = captured_dense(decoder, tokens, size)
     for name in formats:
         kv = KVCache(bundle_of(decoder, name), some, m + 64, torch.float16, "cuda", prompt=m)
         found[name] = prompt_of(decoder, kv, m, some)
+        if size:
+            found[f"{name}, graph"] = captured_prompt(decoder, kv, tokens, size)
     return found
+
+
+def dense(decoder: HFDecoder, tokens: Tensor) -> Callable[[], None]:
+    """A pass into a dense cache."""
+    cache = DenseCache(decoder, fingerprint(decoder.model), *tokens.shape)
+
+    def prompt() -> None:
+        cache.length = 0
+        cache.append(tokens)
+
+    return prompt
+
+
+def captured_dense(decoder: HFDecoder, tokens: Tensor, size: tuple[int, int]) -> Callable[[], None]:
+    """The same as a graph of this size."""
+    filled, (rows, n) = torch.zeros(size, dtype=torch.int64, device=tokens.device), tokens.shape
+    work = dense(decoder, filled)
+    held = captured(work)[0], work  # the graph works in the memory of the pass's cache
+
+    def prompt() -> None:
+        filled[:rows, :n] = tokens
+        held[0].replay()
+
+    return prompt
+
+
+def captured_prompt(decoder: HFDecoder, kv: KVCache, tokens: Tensor, size: tuple[int, int]) -> Callable[[], None]:
+    """A pass from a graph of this size into a compressed cache, packing behind it."""
+    numbers = prompt_numbers(decoder, kv, size[0] * size[1])
+    graph, rows = PromptGraph(decoder, kv, *size, numbers, torch.cuda.graph_pool_handle()), tokens.tolist()
+
+    def prompt() -> None:
+        for i in range(len(rows)):
+            kv.release(i)
+        intake = Intake(kv, range(len(rows)), [len(row) for row in rows])
+        with kv.checked_once():
+            graph.run(rows, intake)
+            intake.finish()
+
+    return prompt
 
 
 def main() -> None:

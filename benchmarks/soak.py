@@ -45,10 +45,11 @@ from transformers import PreTrainedModel
 
 from artifacts import Bundle, load
 from runtime import Engine, KVCache, Sampling
-from runtime.decoding import Prompt, steps_of
+from runtime.decoding import steps_of
 from runtime.engine import Generation
 from runtime.hf import load_causal_lm
 from runtime.hf_decoder import HFDecoder
+from runtime.prompts import Prompt
 from runtime.sampling import choose
 
 WAITING = 4  # requests that wait at any time
@@ -223,7 +224,7 @@ class Watching(HFDecoder):
         super().__init__(model, bundle)
         self.seen: list[Tensor] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Sequence[int] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, behind: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions, attend, behind)
         self.seen.append(logits[0].cpu())
         return logits

@@ -15,8 +15,9 @@ from rich.text import Text
 from artifacts import Bundle, CacheGeometry
 from artifacts.errors import SignpostError
 from runtime.cache import KVCache
-from runtime.decoding import Decoder, Prompt, greedy, steps_of
+from runtime.decoding import Decoder, greedy, steps_of
 from runtime.dense import DenseCache
+from runtime.prompts import Prompt
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Passes of a model over a `KVCache`: prompts with exact attention, whole or in chunks, and decode steps of a batch.
+"""Decode steps of a model over a `KVCache`, a token for each of a batch.
 
 A decoder is any callable that turns tokens into logits and hands each layer's attention on; `runtime.hf_decoder` makes
-one of a transformers model. On the GPU a decode step is captured as a CUDA graph for each size of batch.
+one of a transformers model. On the GPU a decode step is captured as a CUDA graph for each size of batch. Prompts:
+`runtime.prompts`.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from artifacts import Bundle, Split
 from runtime.cache import KVCache
-from runtime.intake import Intake
 from runtime.side import has_kernels
 from runtime.step import StepInputs
 from runtime.transfer import Arriving, to_device
@@ -61,121 +60,9 @@ class Decoder(Protocol):
     def require(self, bundle: Bundle) -> None:
         """Raises BundleMismatchError for a bundle of another model."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Sequence[int] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Tensor | None = None) -> Tensor:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m], or behind
-        token behind[row] of each row."""
-
-
-class Prompt:
-    """A prompt on its way into a sequence of a cache, `chunk` tokens a pass (None: all at once).
-
-    Attention is exact: until the prompt is complete its keys and values stay in full precision, in a work space of
-    their own (`nbytes`); then they are packed. One pass needs no such work space: layers are packed as they are done,
-    on a GPU some at a time (`runtime.intake`). Pages are the same either way.
-
-    source  a sequence that these tokens come behind, attended as it is cached: `sequence` becomes a fork of it in the
-            last pass, and is empty until then. It must neither change nor end before that
-    """
-
-    def __init__(
-        self, decoder: Decoder, kv: KVCache, sequence: int, tokens: Sequence[int], chunk: int | None,
-        source: int | None = None,
-    ):  # fmt: skip
-        self.decoder, self.kv, self.sequence, self.tokens, self.done = decoder, kv, sequence, list(tokens), 0
-        self.source, self.start = source, 0 if source is None else kv.lengths[source]
-        self.chunk = len(tokens) if chunk is None else min(chunk, len(tokens))
-        self._intake = Intake(kv, [sequence], [len(tokens)]) if source is None else None
-        self._dense: list[tuple[Tensor, Tensor]] = []
-        if self.chunk < len(tokens):
-            model = kv.bundle.model
-            size = (1, model.h_kv, len(tokens), model.d)
-            self._dense = [
-                (torch.empty(size, dtype=decoder.dtype, device=decoder.device),
-                 torch.empty(size, dtype=decoder.dtype, device=decoder.device))
-                for _ in range(model.l)
-            ]  # fmt: skip
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the work space."""
-        return sum(x.nbytes for pair in self._dense for x in pair)
-
-    def advance(self) -> Tensor | None:
-        """Processes the next chunk. Logits [vocabulary] behind the prompt when it is in the cache, else None.
-
-        Raises ValueError or KernelError for numbers that cannot be packed: release the sequence.
-        """
-        end = min(self.done + self.chunk, len(self.tokens))
-        tokens = torch.tensor([self.tokens[self.done : end]]).to(self.decoder.device)
-        positions = torch.arange(self.start + self.done, self.start + end, device=self.decoder.device)[None]
-        if not self._dense:
-            self._fork()
-        with self.kv.checked_once() if end == len(self.tokens) else nullcontext():
-            logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._at_once)
-            self.done = end
-            if end < len(self.tokens):
-                return None
-            if self._dense:
-                self._fork()
-            for layer, numbers in enumerate(self._dense):
-                self._keep(layer, *numbers)
-            if self._intake:
-                self._intake.finish()
-        self._dense = []
-        return logits[0]
-
-    def _fork(self) -> None:
-        if self.source is not None:
-            self.kv.fork(self.source, self.sequence)
-
-    def _at_once(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        if self.source is not None:
-            return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, [self.sequence])
-        out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-        self._keep(layer, k, v)
-        return out
-
-    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if self._intake:
-            self._intake.give(layer, k, v)
-        else:
-            self.kv.layers[layer].append(self.sequence, k[0], v[0])
-
-    def _in_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        end = self.done + k.shape[2]
-        keys, values = self._dense[layer]
-        keys[:, :, self.done : end], values[:, :, self.done : end] = k, v
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        if self.source is not None:
-            return self.kv.layers[layer].attend_behind(self.source, q, keys, values, scaling)
-        return self.kv.layers[layer].prompt(q, keys, values, scaling).transpose(1, 2)
-
-
-class Prompts:
-    """Several prompts, each whole into an empty sequence, in one pass: what it costs beside arithmetic is paid once.
-
-    Shorter ones are filled up behind, where nothing of theirs looks: attention is causal.
-    """
-
-    def __init__(self, decoder: Decoder, kv: KVCache, sequences: Sequence[int], prompts: Sequence[Sequence[int]]):
-        self.decoder, self.kv, self.sequences, self.prompts = decoder, kv, list(sequences), [list(p) for p in prompts]
-
-    def advance(self) -> Tensor:
-        """Logits [prompts, vocabulary] behind each of them. Raises as `Prompt.advance`: release the sequences."""
-        counts = [len(prompt) for prompt in self.prompts]
-        longest, intake = max(counts), Intake(self.kv, self.sequences, counts)
-        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts])
-        positions = torch.arange(longest, device=self.decoder.device).expand(len(counts), -1)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-            out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
-            intake.give(layer, k, v)
-            return out
-
-        with self.kv.checked_once():
-            logits = self.decoder.forward(tokens.to(self.decoder.device), positions, attend, [n - 1 for n in counts])
-            intake.finish()
-        return logits
+        token behind[row] of each row, int64 [b]."""
 
 
 class HostSteps:
@@ -232,7 +119,7 @@ class DeviceSteps:
         self._kept = torch.zeros(kv.b, dtype=torch.int64, device=decoder.device)
         self._rows: tuple[list[int], Tensor] = [], self._kept  # the last sequences, and where the device has them
         inputs = kv.step_inputs(kv.b)  # of nobody yet: while a graph is tried, what the cache holds stays as it is
-        pool = torch.cuda.graph_pool_handle() if capture else None
+        self.pool = pool = torch.cuda.graph_pool_handle() if capture else None  # of all these graphs' memory
         kv.packers.reserve(max(sizes))
         self.packing: dict[int, DevicePacking] = {}  # by sequences
         for b in sorted(sizes, reverse=True):  # the largest first: smaller ones find room in its memory

@@ -29,13 +29,15 @@ from torch import Tensor
 from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
-from runtime.decoding import Decoder, DeviceSteps, HostSteps, Prompt, Prompts, steps_of
+from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
+from runtime.prompts import Prompt, PromptGraphs, Prompts
 from runtime.requests import Generation, Prefix, Reason, RequestError
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
 from runtime.transfer import Arriving
 
 TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
+UNCAPTURED = 2  # so many times the tokens of the largest graph of prompts are worth a pass without one
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Engine:
                 have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
                 it is complete
     capture     on the GPU, decode steps as CUDA graphs; see `prepare`
+    short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too, but
+                behind prefixes; 0: none. Of so many tokens there is room for keys and values in full precision
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
     another model.
@@ -79,6 +83,7 @@ class Engine:
         chunk: int | None = None,
         capture: bool = True,
         prefixes: int = 0,
+        short: int = 512,
     ):
         if sequences < 1 or prefixes < 0:
             raise ValueError(
@@ -87,6 +92,8 @@ class Engine:
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
+        if short < 0:
+            raise ValueError(f"short={short}: must be at least 1 token, or 0 for no graphs of prompts")
         decoder.require(bundle)
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
         bundle = bundle.shard(decoder.split.rank, decoder.split.world)
@@ -94,6 +101,8 @@ class Engine:
         self.kv = KVCache(bundle, sequences + prefixes, max_tokens, decoder.dtype, decoder.device, budget=budget)
         self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
         self._capture = capture
+        self._short = min(short, chunk or short, self.max_tokens) if capture else 0
+        self._graphs: PromptGraphs | None = None  # made with the steps
         # On the CPU there is nothing to wait for.
         self._steps = None if has_kernels(decoder.device) else steps_of(decoder, self.kv, capture, sequences)
         self.waiting: deque[Generation | Prefix] = deque()
@@ -202,7 +211,10 @@ class Engine:
         requests stay as they were, where the model is not shared with other processes, which wait in a pass then.
         """
         if self._steps is None:
-            self._steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)
+            steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)
+            if self._short and isinstance(steps, DeviceSteps):
+                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool)
+            self._steps = steps
         return self._steps
 
     def _decode(self) -> None:
@@ -332,7 +344,15 @@ class Engine:
             if max(sizes) * len(sizes) > min(most, 2 * sum(sizes)):
                 break
             found.append(work)
-        return found
+        return self._fitting(found) if self._graphs else found
+
+    def _fitting(self, few: list[Generation]) -> list[Generation]:
+        """The first of these, as many as a graph takes; all where they have so many tokens that a pass needs none."""
+        assert self._graphs is not None
+        longest = [max(len(request.prompt) for request in few[: n + 1]) for n in range(len(few))]
+        if not few or longest[-1] * len(few) > UNCAPTURED * self._graphs.tokens:
+            return few
+        return few[: max((n + 1 for n, most in enumerate(longest) if self._graphs.fitting(n + 1, most)), default=1)]
 
     def _process(self, few: list[Generation]) -> list[Generation]:
         """Admits as many of these as find room and processes their prompts in one pass; returns as `step`.
@@ -348,7 +368,9 @@ class Engine:
             if not admitted:
                 return []
             sequences = [request.sequence for request in admitted if request.sequence is not None]
-            logits = Prompts(self.decoder, self.kv, sequences, [request.prompt for request in admitted]).advance()
+            logits = Prompts(
+                self.decoder, self.kv, sequences, [request.prompt for request in admitted], self._graphs
+            ).advance()
             tokens = self._choose(logits, admitted).tolist()
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             self._put_back(admitted or few[:1])
@@ -381,7 +403,9 @@ class Engine:
         if not self._reserve(work):
             return None
         assert work.sequence is not None
-        return work, Prompt(self.decoder, self.kv, work.sequence, work.prompt, self.chunk, self._source(work))
+        return work, Prompt(
+            self.decoder, self.kv, work.sequence, work.prompt, self.chunk, self._source(work), self._graphs
+        )
 
     @staticmethod
     def _source(work: Generation | Prefix) -> int | None:

@@ -1,6 +1,6 @@
 """A transformers model as the decoder of an `Engine`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ class HFDecoder:
     Where transformers shares the model among ranks, every rank has a decoder of its share.
     bundle   of the model, which is then checked
     compile  decode steps run the model's layers through torch.compile, which fuses what transformers launches one by
-             one; the first steps of each batch size take seconds to compile. Prompts run as they are
+             one; the first steps of each batch size take seconds to compile. Prompts are not compiled
     Raises BundleMismatchError for a bundle of another model, FormatError for one whose heads the ranks cannot share,
     UnsupportedModelError where `compile` finds no layers, or a share of them.
     """
@@ -84,25 +84,25 @@ class HFDecoder:
         share_of(self.model, bundle)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Sequence[int] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, behind: Tensor | None = None) -> Tensor:
         """Logits float32 [b, vocabulary] behind the last of tokens int64 [b, m] at positions int64 [b, m], or behind
-        token behind[row] of each row."""
-        ends = sorted(set(behind or ()))
-        kept = torch.tensor(ends, device=tokens.device) if ends else 1
+        token behind[row] of each row, int64 [b]."""
         self._cache.reset()
         self._cache.relay = attend
         stepping = self._layers.used(len(tokens)) if self._layers and tokens.shape[1] == 1 else nullcontext()
         try:
             with stepping:
                 out = cast(Any, self.model)(
-                    input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=kept,
+                    input_ids=tokens, position_ids=positions, use_cache=True,
+                    logits_to_keep=1 if behind is None else behind,
                     **with_cache(self.model, self._cache),
                 )  # fmt: skip
         finally:
             del self._cache.relay  # it holds on to a cache
         if behind is None:
             return out.logits[:, -1].float()
-        return torch.stack([out.logits[row, ends.index(token)] for row, token in enumerate(behind)]).float()
+        row = torch.arange(len(tokens), device=tokens.device)
+        return out.logits[row, row].float()  # of every row there are those behind all of these tokens
 
 
 def decoder_layers(model: PreTrainedModel, layers: int) -> nn.ModuleList:

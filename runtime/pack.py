@@ -25,7 +25,7 @@ from artifacts.geometry import SEGMENT_PAGES
 from runtime import jit, pack_bins, pieces
 from runtime.codec import Codec, PagePool
 from runtime.jit import KernelError
-from runtime.pack_factors import Factors, Launch, columns
+from runtime.pack_factors import Factors, Launch, columns, layers_together
 from runtime.pack_params import LAYERS_AT_ONCE, Params, Source, layers_type
 from runtime.pack_units import Plan, factor_units, is_direct, outlier_steps, pack_unit, plan, sketch_plan
 from runtime.parts import banded, dense, lowrank
@@ -161,8 +161,8 @@ class Packer:
         segments: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> None:
-        """As `prompt`, from page and token 0 on, in several layers, LAYERS_AT_ONCE in a launch where that takes no work
-        space.
+        """As `prompt`, from page and token 0 on, in several layers: LAYERS_AT_ONCE in a launch, or as many as
+        `pack_factors.layers_together` says, or where else it takes work space one.
 
         layers: numbers of the codecs; pools, numbers: of each of these. rows: int32 [b], which row of the numbers each
         sequence of the tables has; None: in their order.
@@ -174,9 +174,15 @@ class Packer:
             params = self._bound(layer, pool, alike)
             params.prompt, params.prompt_first = source(self._checked(x)), 0
             made.append(params)
-        together = 1 if self._factors or self.plan.workspace else self.at_once
+        together = self._together(table.shape[0], pages)
         for first in range(0, len(made), together):
             self._pack_prompts(made[first : first + together], table.shape[0], 0, pages)
+
+    def _together(self, b: int, pages: int) -> int:
+        """Layers that are packed at once, so many pages of prompts in b sequences."""
+        if self.plan.workspace or not pages:
+            return 1
+        return layers_together(self.geometry, self.at_once, b, pages) if self._factors else self.at_once
 
     def _pack_prompts(self, layers: Sequence[Params], b: int, first_page: int, pages: int) -> None:
         at_once = SEGMENT_PAGES * self._factors.fit(b, SEGMENT_PAGES) if self._factors else max(pages, 1)

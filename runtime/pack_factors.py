@@ -17,6 +17,7 @@ ENTRIES = ("gram", "directions", "project")
 MOST_RANK = 8  # columns of a matrix instruction
 PROJECTED = 256  # tokens of a CTA: `Project::TOKENS`
 ROOM = 640 << 20  # bytes of work space: what is packed at once is what fits
+TOGETHER = 64 << 20  # bytes of it that several layers of prompts take at most: few tokens are worth a launch for many
 CTAS = 768  # that sum up products at least, if there are tokens enough: some for each multiprocessor
 LEAST_TOKENS, MOST_SPLITS = 256, 16  # of a CTA, of a matrix
 
@@ -70,12 +71,17 @@ def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     return 4 * (left + matrices * (parts * shape.d**2 + 8 * shape.d))
 
 
+def layers_together(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
+    """How many of these layers are packed at once, so many pages of prompts in b sequences: at least one."""
+    return max(1, min(layers, LAYERS_AT_ONCE, TOGETHER // work_bytes(geometry, 1, b, pages)))
+
+
 def most_work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> tuple[int, int]:
     """Bytes of work space that a step of b sequences takes at most, which packs a page of each in all these layers, and
     a prompt of so many pages, of one sequence or all of them; as `Packer.step` and `Packer.prompt` divide them."""
-    layers = min(layers, LAYERS_AT_ONCE, fit(geometry, b, 1))
-    step = work_bytes(geometry, layers, min(b, fit(geometry, layers, 1)), 1)
-    prompts = []
+    stepping = min(layers, LAYERS_AT_ONCE, fit(geometry, b, 1))
+    step = work_bytes(geometry, stepping, min(b, fit(geometry, stepping, 1)), 1)
+    prompts = [min(TOGETHER, work_bytes(geometry, layers, b, pages)) if pages else 0]  # of several layers
     for sequences in {1, b}:
         at_once = min(pages, SEGMENT_PAGES * fit(geometry, sequences, SEGMENT_PAGES))
         prompts.append(work_bytes(geometry, 1, min(sequences, fit(geometry, 1, at_once)), at_once) if pages else 0)

@@ -3,7 +3,8 @@
 They read what the kernels read (tables, lengths, offsets, cyclic windows, bytes of pages) and nothing else.
 """
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import runtime.cache
 import runtime.decoding
 import runtime.engine
 import runtime.intake
+import runtime.prompts
 import runtime.side
 import runtime.step
 import runtime.units
@@ -196,3 +198,28 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
     for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine, runtime.intake):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
+
+
+class Graph:
+    """A captured pass: runs again what was captured, and leaves the result where the first run left it."""
+
+    def __init__(self, work: Callable[[], Any]):
+        self.work, self.result, self.replays = work, work(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        result = self.work()
+        if self.result is not None:
+            self.result.copy_(result)
+
+
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on passes can be captured without a GPU."""
+
+    def captured(work: Callable[[], Any], pool: Any = None) -> tuple[Graph, Any]:
+        graph = Graph(work)
+        return graph, graph.result
+
+    monkeypatch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: object())
+    for module in (runtime.decoding, runtime.prompts):
+        monkeypatch.setattr(module, "captured", captured)

@@ -16,6 +16,7 @@ from runtime.intake import Intake  # noqa: E402
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant  # noqa: E402  # noqa: E402
 from tests.gpu.test_attention import ALLOWED, FLOOR, with_formats  # noqa: E402
 
+LAYERS = 3
 CHOSEN = CASES[::4]  # every axis' values still occur
 
 
@@ -198,20 +199,24 @@ def test_a_prompt_is_checked_once() -> None:
 
 @pytest.mark.parametrize("case", CHOSEN, ids=[case.name for case in CHOSEN])
 def test_prompts_together_are_packed_as_each_for_itself(case: Case) -> None:
-    """Into sequences in any order, of as many pages, of more, and of none."""
+    """Into sequences in any order, of as many pages, of more, and of none; all layers at once or each for itself."""
     t = max(case.key.t, case.value.t)
     counts, sequences = [5 * t + 3, 5 * t + 9, 7 * t, 2], [2, 0, 3, 1]
     _, k, v = tokens(case, len(counts), max(counts), 3, torch.float16)
-    one, other = (KVCache(case.bundle(), len(counts), 8 * t, torch.float16, "cuda") for _ in range(2))
-    for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
-        one.layers[0].append(i, k[row, :, :n], v[row, :, :n])
+    layers = [(k.roll(layer, 1), v.roll(layer, 1)) for layer in range(LAYERS)]
+    one, other = (KVCache(case.bundle(LAYERS), len(counts), 8 * t, torch.float16, "cuda") for _ in range(2))
+    for layer, (keys, values) in enumerate(layers):
+        for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
+            one.layers[layer].append(i, keys[row, :, :n], values[row, :, :n])
     with other.checked_once():
         intake = Intake(other, sequences, counts)
-        intake.give(0, k, v)
+        for layer, numbers in enumerate(layers):
+            intake.give(layer, *numbers)
         intake.finish()
     assert other.lengths == one.lengths
-    for side, alone in ((other.layers[0].key, one.layers[0].key), (other.layers[0].value, one.layers[0].value)):
-        assert side.used == alone.used
-        for i, n in enumerate(one.lengths):
-            assert all(torch.equal(a, b) for a, b in zip(side.exact(i, n), alone.exact(i, n), strict=True))
-            assert torch.equal(side.dense(i), alone.dense(i))
+    for mine, theirs in zip(other.paged, one.paged, strict=True):
+        for side, alone in ((mine.key, theirs.key), (mine.value, theirs.value)):
+            assert side.used == alone.used
+            for i, n in enumerate(one.lengths):
+                assert all(torch.equal(a, b) for a, b in zip(side.exact(i, n), alone.exact(i, n), strict=True))
+                assert torch.equal(side.dense(i), alone.dense(i))

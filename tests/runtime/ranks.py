@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError
 from runtime import Engine, Sampling, engine
-from runtime.decoding import Prompt
 from runtime.hf import SignpostCache, fingerprint, load_causal_lm
 from runtime.hf_decoder import HFDecoder
 from runtime.hf_model import share_of, split_of
+from runtime.prompts import Prompt
 from tests.formats import kivi, kvquant
 from tests.runtime.test_hf_decoding import batch, logits
 from tests.runtime.tiny_models import CONFIGS, SIZE

@@ -8,6 +8,7 @@ import torch
 
 import runtime.decoding
 import runtime.intake
+import runtime.prompts
 import runtime.units
 from artifacts import Rope
 from runtime import Engine, KVCache
@@ -115,7 +116,7 @@ def test_prompts_that_are_held(formats, chunk, held, monkeypatch):
                 stand_in(patch)
             kv = KVCache(bundle, 3, 200)
             for i, n in ((2, 150), (0, 20)):
-                work = runtime.decoding.Prompt(decoder, kv, i, prompt(n, n), chunk)
+                work = runtime.prompts.Prompt(decoder, kv, i, prompt(n, n), chunk)
                 while work.advance() is None:
                     pass
             caches.append(kv)

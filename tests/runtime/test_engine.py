@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 from artifacts.errors import BundleMismatchError
 from runtime import CacheFullError, Engine, RequestError, Sampling
-from runtime.decoding import Prompt
 from runtime.hf import SignpostCache
 from runtime.hf_decoder import HFDecoder
+from runtime.prompts import Prompt
 from runtime.sampling import SamplingError, choose
 from tests.attending import pool_bytes
 from tests.formats import kivi, kvquant

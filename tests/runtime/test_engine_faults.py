@@ -10,6 +10,7 @@ import torch
 import runtime.decoding
 import runtime.engine
 import runtime.intake
+import runtime.prompts
 from artifacts.errors import BundleMismatchError
 from runtime import CacheFullError, Engine, RequestError, Sampling
 from runtime.cache import KVCache, LayerCache
@@ -232,7 +233,7 @@ def test_no_memory_for_the_work_space_of_a_prompt(monkeypatch):
         raise TAKEN
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.decoding.torch, "empty", fail)
+        patch.setattr(runtime.prompts.torch, "empty", fail)
         assert engine.step() == [bad]
     assert (bad.reason, bad.error, engine.idle, engine.kv.free_tokens()) == ("failed", TAKEN, True, free)
 

@@ -9,10 +9,11 @@ import torch
 
 from artifacts import LayerFormat, LowRank, Window
 from runtime import CacheFullError, Engine, KVCache, RequestError
-from runtime.decoding import HostSteps, Prompt
+from runtime.decoding import HostSteps
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
 from runtime.hf_model import rotary
+from runtime.prompts import Prompt
 from tests.attending import pool_bytes
 from tests.formats import kivi, kvquant, random_bundle
 from tests.runtime.test_engine import BUNDLES, MODEL, generated, prompt

@@ -6,8 +6,9 @@ import torch
 import runtime.decoding
 import runtime.engine
 from runtime import Engine, KVCache, RequestError, Sampling
-from runtime.decoding import HostSteps, Prompt, greedy, steps_of
+from runtime.decoding import HostSteps, greedy, steps_of
 from runtime.hf_decoder import HFDecoder
+from runtime.prompts import Prompt
 from runtime.transfer import Arriving, to_device
 from tests.formats import kivi, kvquant
 from tests.runtime.test_engine import MODEL, generated, prompt

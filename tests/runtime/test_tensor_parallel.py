@@ -16,10 +16,10 @@ import torch
 from artifacts import BundleMismatchError, PageGeometry, Split
 from runtime.__main__ import main
 from runtime.codec import Codec
-from runtime.decoding import Prompt
 from runtime.hf import ModelLoadError, SignpostCache, UnsupportedModelError, fingerprint, load_causal_lm
 from runtime.hf_decoder import HFDecoder
 from runtime.hf_model import split_of
+from runtime.prompts import Prompt
 from tests.formats import kivi, kvquant
 from tests.runtime.ranks import FORMATS, GATHERED, IDS, MASK, MODELS, ODD, loaded, seen
 from tests.runtime.test_engine import BUNDLES, MODEL, engine_for, prompt
