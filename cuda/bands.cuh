@@ -93,7 +93,7 @@ struct BandWords {
     unsigned bytes[N][4], less;  // of a band
 
     // bands: those of the warp's steps.
-    static __device__ __forceinline__ Base base(const unsigned char* bands, int lane) { return reinterpret_cast<const Band*>(bands); }
+    static __device__ __forceinline__ Base base(const unsigned char*, const unsigned char* bands, int lane) { return reinterpret_cast<const Band*>(bands); }
 
     __device__ __forceinline__ void load(int n, const unsigned char* tile, int lane) { from[n] = tile + 2 * lane; }
 

@@ -79,7 +79,7 @@ struct ByteKeys {
             words.load(mine + B::KEY_CODES + tile * K::TILE_BYTES, at.lane);
             float turned[4] = {fixed[0], fixed[1], fixed[2], fixed[3]};
             unsigned x[2][4];
-            const unsigned table = Table::lane_base(at.lane);
+            const auto table = Words::base(at.shared, nullptr, at.lane);
             words.template fragment<0>(table, x[0]);
             words.template fragment<1>(table, x[1]);
             turn(turns, x, fast, turned);

@@ -1,7 +1,9 @@
-// Codes to fragments: a lane's words of one tile to registers of two halves, through a table in shared memory.
+// Codes to fragments: a lane's words of one tile to registers of two halves, through a table.
 //
-// The table holds, for every value of a few bits, the numbers that these bits stand for, once for every lane (or half-warp
-// where an entry is 8 bytes), so that look-ups never meet in a bank. The order of the numbers is that of artifacts/order.py.
+// The table holds, for every value of a few bits, the numbers that these bits stand for, in shared memory, once for every lane (or half-warp
+// where an entry is 8 bytes), so that look-ups never meet in a bank. Where shared memory's bandwidth is short (Layout::permuted), that of codes of 2 and
+// 3 bits is in registers while tiles are worked on, low bytes of its numbers and high ones apart: a byte permutation looks up a byte of
+// four codes at once, which nibbles select. The order of the numbers is that of artifacts/order.py.
 #pragma once
 
 #include "bands.cuh"
@@ -10,14 +12,17 @@
 
 namespace signpost {
 
-template <int BITS>
+template <int BITS, bool PERMUTED_>
 struct Table {
+    static constexpr bool PERMUTED = PERMUTED_;  // it is in registers
+    static_assert(!PERMUTED || BITS == 2 || BITS == 3, "eight numbers at most");
     static constexpr int INDEX_BITS = BITS == 1 ? 4 : 8;
     static constexpr int WORDS = BITS <= 2 ? 2 : 1;                    // per entry
     // With little shared memory, or for the widest codes, only eight words of copies: some look-ups meet in a bank.
     static constexpr bool FEW = SIGNPOST_SHARED < 160 * 1024 || BITS == 8;
     static constexpr int COPIES_BYTES = FEW ? 32 : 128, COPIES = COPIES_BYTES / 4 / WORDS;
-    static constexpr bool BYTES_ALIGNED = INDEX_BITS == 8 && !FEW;  // a look-up's index is a byte of a word
+    static constexpr bool BYTES_ALIGNED = INDEX_BITS == 8 && !FEW && !PERMUTED;  // a look-up's index is a byte of a word
+    static constexpr int BYTES = PERMUTED ? 16 : COPIES_BYTES << INDEX_BITS;
 
     // Which copies are a lane's, in bytes: below the offsets of entries, so one instruction masks and adds.
     static __device__ __forceinline__ unsigned lane_base(int lane) { return lane % COPIES * (4 * WORDS); }
@@ -27,14 +32,21 @@ struct Table {
 //
 // Where both sides' indices are bytes, the two tables share their space: entries are 256 bytes apart, half for keys and half
 // for values. Then an offset is a byte moved to the second place and the lane's copies below it: one instruction.
-template <int BITS, int AT_, int STRIDE_>
-struct TablePlace : Table<BITS> {
-    using T = Table<BITS>;
+template <int BITS, bool PERMUTED, int AT_, int STRIDE_>
+struct TablePlace : Table<BITS, PERMUTED> {
+    using T = Table<BITS, PERMUTED>;
     static constexpr int AT = AT_, STRIDE = STRIDE_, LOG_STRIDE = STRIDE == 256 ? 8 : STRIDE == 128 ? 7 : 5;
     static_assert(1 << LOG_STRIDE == STRIDE && STRIDE >= T::COPIES_BYTES, "offsets are shifts");
 
     // values: f32 [2^BITS], not in the table's place; they are multiplied by `by`. All threads of the block. What lies between codes of 3 bits does not matter.
     static __device__ void fill(unsigned char* shared, const float* values, float by = 1.f) {
+        if constexpr (T::PERMUTED) {
+            for (int i = threadIdx.x; i < 1 << BITS; i += blockDim.x) {
+                const unsigned x = pack(values[i] * by, 0.f);
+                shared[AT + i] = static_cast<unsigned char>(x), shared[AT + 8 + i] = static_cast<unsigned char>(x >> 8);
+            }
+            return;
+        }
         constexpr int PIECES = T::COPIES_BYTES / 16;
         // From one code of a register to the other, from one register to the next, in codes of an entry (artifacts/order.py).
         constexpr int OTHER = BITS == 2 ? 2 : BITS == 8 ? 0 : 1, NEXT = BITS == 2 ? 1 : 2;
@@ -64,13 +76,19 @@ struct TablePlace : Table<BITS> {
 // The words of one lane in RUNS runs, interleaved over the warp as `word_order` says. T: TablePlace.
 template <int BITS, int RUNS, typename T>
 struct LaneWords {
-    using Base = unsigned;
+    struct Permuted {
+        uint4 table;  // low bytes, high bytes
+    };
+    using Base = typename Either<T::PERMUTED, Permuted, unsigned>::Type;
     static constexpr int TABLE = T::AT, COUNT = RUNS * BITS;
     static constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
     unsigned words[COUNT];
 
     // What `fragment` is given.
-    static __device__ __forceinline__ Base base(const unsigned char*, int lane) { return T::lane_base(lane); }
+    static __device__ __forceinline__ Base base(const unsigned char* shared, const unsigned char*, int lane) {
+        if constexpr (T::PERMUTED) return {*reinterpret_cast<const uint4*>(shared + TABLE)};
+        else return T::lane_base(lane);
+    }
 
     __device__ __forceinline__ void load(const unsigned char* tile, int lane) {
 #pragma unroll
@@ -96,10 +114,26 @@ struct LaneWords {
         return __byte_perm(low, high, 0x5410);
     }
 
+    // Four numbers of a row of the operand, which nibbles select: two registers.
+    static __device__ __forceinline__ void four(const uint4& table, unsigned nibbles, unsigned& first, unsigned& second) {
+        const unsigned low = permute(table.x, table.y, nibbles), high = permute(table.z, table.w, nibbles);
+        first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
+    }
+
     // First operand of step S: the lane's codes 8 S ... 8 S + 7.
     template <int S>
-    __device__ __forceinline__ void fragment(unsigned base, unsigned (&a)[4]) const {
-        if constexpr (BITS == 1) {
+    __device__ __forceinline__ void fragment(const Base& base, unsigned (&a)[4]) const {
+        if constexpr (T::PERMUTED) {
+            unsigned nibbles[2];  // of rows r and r + 8
+            if constexpr (BITS == 2) {
+                const unsigned both = words[S / 2];
+                nibbles[0] = (both & 0x33333333u) >> S % 2 * 16, nibbles[1] = (both >> 2 & 0x33333333u) >> S % 2 * 16;
+            } else {
+                nibbles[0] = Codes<BITS>::wide(words + S / 4 * BITS, S % 4) & 0x77777777u, nibbles[1] = nibbles[0] >> 16;
+            }
+            four(base.table, nibbles[0], a[0], a[2]);
+            four(base.table, nibbles[1], a[1], a[3]);
+        } else if constexpr (BITS == 1) {
             const uint2 x = load_table2<TABLE>(T::template offset<8 * (S % 4)>(words[S / 4], base));
             const uint2 y = load_table2<TABLE>(T::template offset<8 * (S % 4) + 4>(words[S / 4], base));
             a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
@@ -129,10 +163,10 @@ struct TileWords {
     using Base = typename Words::Base;
     Words words[N];
 
-    static __device__ __forceinline__ Base base(const unsigned char* bands, int lane) { return Words::base(bands, lane); }
+    static __device__ __forceinline__ Base base(const unsigned char* shared, const unsigned char* bands, int lane) { return Words::base(shared, bands, lane); }
     __device__ __forceinline__ void load(int n, const unsigned char* tile, int lane) { words[n].load(tile, lane); }
     template <int S>
-    __device__ __forceinline__ void fragment(Base table, int n, unsigned (&a)[4]) const {
+    __device__ __forceinline__ void fragment(const Base& table, int n, unsigned (&a)[4]) const {
         words[n].template fragment<S>(table, a);
     }
 };

@@ -174,7 +174,7 @@ struct Keys {
         using Tiles = typename L::template KeyTiles<N>;
         constexpr bool ACROSS = L::ROPE && !Rope<K, D>::LOCAL;  // RoPE's pairs go across steps
         Tiles codes;
-        const typename Tiles::Base table = Tiles::base(at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
+        const typename Tiles::Base table = Tiles::base(at.shared, at.shared + L::KEY_BANDS + at.part * (D / L::PARTS), at.lane);
         unsigned left[N][2], whole[N][ACROSS ? SHARE : 1][4];
         float wide[N][ACROSS && L::KEY_WIDE ? SHARE : 1][4][2];  // of `whole`, what is to be turned and is not rounded yet
         float odd[N][NT][4];  // two sums, so that a product need not wait for the one before

@@ -109,11 +109,15 @@ struct Layout {
     static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
     static constexpr int QUERY_BUFFERS = BYTES ? 0 : ROPE ? 2 * GROUPS : ALONE ? WARPS : 1;
     static constexpr int KEY_BITS = K::BITS ? K::BITS : 1, VALUE_BITS = V::BITS ? V::BITS : 1;
-    static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && Table<KEY_BITS>::BYTES_ALIGNED && Table<VALUE_BITS>::BYTES_ALIGNED;
-    static constexpr int KEY_TABLE_BYTES = K::BITS ? Table<KEY_BITS>::COPIES_BYTES << Table<KEY_BITS>::INDEX_BITS : 0;
-    static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? Table<VALUE_BITS>::COPIES_BYTES << Table<VALUE_BITS>::INDEX_BITS : 0;
-    using KeyTable = TablePlace<KEY_BITS, 0, TABLES_SHARE ? 256 : Table<KEY_BITS>::COPIES_BYTES>;
-    using ValueTable = TablePlace<VALUE_BITS, TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : Table<VALUE_BITS>::COPIES_BYTES>;
+    // It takes more instructions, and pays where outliers want shared memory's bandwidth (measured; not where warps are alone).
+    static constexpr bool permuted(int bits) { return !BYTES && !ALONE && (K::SPARSE || V::SPARSE) && (bits == 2 || bits == 3); }
+    template <int BITS>
+    using TableOf = Table<BITS, permuted(BITS)>;
+    static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
+    static constexpr int KEY_TABLE_BYTES = K::BITS ? TableOf<KEY_BITS>::BYTES : 0;
+    static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? TableOf<VALUE_BITS>::BYTES : 0;
+    using KeyTable = TablePlace<KEY_BITS, permuted(KEY_BITS), 0, TABLES_SHARE ? 256 : TableOf<KEY_BITS>::COPIES_BYTES>;
+    using ValueTable = TablePlace<VALUE_BITS, permuted(VALUE_BITS), TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : TableOf<VALUE_BITS>::COPIES_BYTES>;
     using KeyWords = LaneWords<KEY_BITS, RUNS, KeyTable>;
     using ValueWords = LaneWords<VALUE_BITS, RUNS, ValueTable>;
     // Of a side's tiles that are worked on together.

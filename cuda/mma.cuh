@@ -22,6 +22,15 @@
 
 namespace signpost {
 
+template <bool FIRST, typename A, typename B>
+struct Either {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ __half2 as_half2(unsigned x) { return *reinterpret_cast<__half2*>(&x); }

@@ -24,15 +24,6 @@ struct Rope {
     static constexpr bool LOCAL = K::INTERLEAVED || K::ROPE_DIM == D;
 };
 
-template <bool FIRST, typename A, typename B>
-struct Either {
-    using Type = A;
-};
-template <typename A, typename B>
-struct Either<false, A, B> {
-    using Type = B;
-};
-
 // Turns the fragments of a tile of keys: every register becomes own * itself + other * its partner. Scales of channels are in the
 // factors, if they are the same for all pages: then codes need no scaling. SHARE: steps of a warp, all of them where pairs go
 // across steps.

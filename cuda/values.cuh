@@ -68,7 +68,7 @@ struct Values {
     __device__ __forceinline__ void add(const unsigned char* const (&stages)[N], int phase) {
         using Tiles = typename L::template ValueTiles<N>;
         Tiles codes;
-        const typename Tiles::Base table = Tiles::base(at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
+        const typename Tiles::Base table = Tiles::base(at.shared, at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
         unsigned b[N][NT][2];
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
