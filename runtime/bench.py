@@ -17,7 +17,8 @@ from artifacts.errors import SignpostError
 from runtime.cache import KVCache
 from runtime.decoding import Decoder, greedy, steps_of
 from runtime.dense import DenseCache
-from runtime.prompts import Prompt
+from runtime.engine import PADDED, TOGETHER
+from runtime.prompts import Prompts
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ def _compressed(
     kv = KVCache(bundle, b, n + new, decoder.dtype, decoder.device, prompt=n)
     steps = steps_of(decoder, kv)
     tell(f"{bundle.recipe}: prompts")
-    start, chosen = time.perf_counter(), {}
-    for i, row in enumerate(tokens.tolist()):
-        logits = Prompt(decoder, kv, i, row, None).advance()
-        assert logits is not None
-        (chosen[i],) = decoder.agree(logits.argmax(-1, keepdim=True)).tolist()
+    start, chosen, together = time.perf_counter(), dict[int, int](), max(1, min(TOGETHER, PADDED // n))
+    for i in range(0, b, together):  # as an engine does
+        rows = tokens[i : i + together].tolist()
+        logits = Prompts(decoder, kv, range(i, i + len(rows)), rows).advance()
+        chosen |= dict(enumerate(decoder.agree(logits.argmax(-1)).tolist(), i))
     first = time.perf_counter() - start
     tell(f"{bundle.recipe}: steps")
     found = greedy(decoder, steps, chosen)
