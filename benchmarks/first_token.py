@@ -24,8 +24,8 @@ from benchmarks.decode_attention import FORMATS
 from benchmarks.decode_model import MODELS, bundle_of, fresh_peak, model_of
 from runtime import Engine
 from runtime.hf_decoder import HFDecoder
+from runtime.prompts import SHORT
 
-SHORT = 512  # tokens of graphs of prompts: an engine's own choice
 REQUESTS = 9  # of which the first does not count
 
 

@@ -30,16 +30,15 @@ from runtime.dense import DenseCache
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
 from runtime.intake import Intake
-from runtime.prompts import PromptGraph, graph_sizes, prompt_numbers
+from runtime.prompts import SHORT, PromptGraph, graph_sizes, prompt_numbers
 
 ROUNDS = 3  # in turns
-SHORT = 512  # tokens of an engine's graphs
 
 
 def passes(decoder: HFDecoder, some: int, m: int, formats: list[str]) -> dict[str, Callable[[], None]]:
     """A pass over prompts, by what keeps their keys and values."""
     tokens = prompts(decoder, some, m)
-    size = next((size for size in graph_sizes(SHORT, some, SHORT) if size[0] >= some and size[1] >= m), None)
+    size = next((size for size in graph_sizes(SHORT, some) if size[0] >= some and size[1] >= m), None)
     found = {"fp16": dense(decoder, tokens)}
     if size:
         found["fp16, graph"] = captured_dense(decoder, tokens, size)

@@ -98,7 +98,7 @@ def _compressed(
     steps = steps_of(decoder, kv)
     tell(f"{bundle.recipe}: prompts")
     start, chosen, together = time.perf_counter(), dict[int, int](), max(1, min(TOGETHER, PADDED // n))
-    for i in range(0, b, together):  # as an engine does
+    for i in range(0, b, together):  # as many in a pass as in an engine, without its graphs
         rows = tokens[i : i + together].tolist()
         logits = Prompts(decoder, kv, range(i, i + len(rows)), rows).advance()
         chosen |= dict(enumerate(decoder.agree(logits.argmax(-1)).tolist(), i))

@@ -30,14 +30,14 @@ from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
-from runtime.prompts import Prompt, PromptGraphs, Prompts
+from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
 from runtime.requests import Generation, Prefix, Reason, RequestError
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
 from runtime.transfer import Arriving
 
 TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
-UNCAPTURED = 2  # so many times the tokens of the largest graph of prompts are worth a pass without one
+UNCAPTURED = 2  # more than so many times the tokens of the largest graph of prompts are worth a pass without one
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Engine:
                 have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
                 it is complete
     capture     on the GPU, decode steps as CUDA graphs; see `prepare`
-    short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too, but
-                behind prefixes; 0: none. Of so many tokens there is room for keys and values in full precision
+    short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too, except
+                behind prefixes; 0: none. They keep memory beside `budget`: room for keys and values of so many tokens
+                in full precision, and what such a pass takes
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
     another model.
@@ -83,7 +84,7 @@ class Engine:
         chunk: int | None = None,
         capture: bool = True,
         prefixes: int = 0,
-        short: int = 512,
+        short: int = SHORT,
     ):
         if sequences < 1 or prefixes < 0:
             raise ValueError(
@@ -208,14 +209,25 @@ class Engine:
 
         The first step that decodes does so if nobody has, and lets requests wait for it, new ones as well; so a server
         calls this before they come. Raises KernelError, and torch.OutOfMemoryError for want of memory for the graphs:
-        requests stay as they were, where the model is not shared with other processes, which wait in a pass then.
+        requests stay as they were, where the model is not shared with other processes, which wait in a pass then. If
+        there was memory for steps but not for graphs of prompts, what follows does without these.
         """
         if self._steps is None:
-            steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)
-            if self._short and isinstance(steps, DeviceSteps):
-                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool)
-            self._steps = steps
+            self._steps = steps_of(self.decoder, self.kv, self._capture, self.sequences)
+            self._capture_prompts(self._steps)
         return self._steps
+
+    def _capture_prompts(self, steps: HostSteps | DeviceSteps) -> None:
+        """Graphs of prompts. Where there is no memory for them, the steps are there all the same."""
+        if self._short and isinstance(steps, DeviceSteps):
+            try:
+                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool)
+            except torch.OutOfMemoryError as error:
+                error.add_note(
+                    f"for graphs of prompts of up to {self._short} tokens (short={self._short}): this engine goes on "
+                    "without them; make it with short=0, or fewer tokens, or give the cache a smaller budget"
+                )
+                raise
 
     def _decode(self) -> None:
         """A step for all that run, or where it cannot be done together and can apart, one for each."""
@@ -347,12 +359,17 @@ class Engine:
         return self._fitting(found) if self._graphs else found
 
     def _fitting(self, few: list[Generation]) -> list[Generation]:
-        """The first of these, as many as a graph takes; all where they have so many tokens that a pass needs none."""
+        """The first of these, as many as a graph takes; all where that would come to so many tokens, with what fills up
+        prompts, that one pass without a graph takes no longer."""
         assert self._graphs is not None
-        longest = [max(len(request.prompt) for request in few[: n + 1]) for n in range(len(few))]
-        if not few or longest[-1] * len(few) > UNCAPTURED * self._graphs.tokens:
-            return few
-        return few[: max((n + 1 for n, most in enumerate(longest) if self._graphs.fitting(n + 1, most)), default=1)]
+        for n in range(len(few), 1, -1):
+            graph = self._graphs.fitting(n, max(len(request.prompt) for request in few[:n]))
+            if graph:
+                passes = -(-len(few) // n)
+                return few[:n] if passes * graph.tokens.numel() <= UNCAPTURED * self._graphs.tokens else few
+        alone = [self._graphs.fitting(1, len(request.prompt)) for request in few]
+        tokens = sum(graph.tokens.numel() if graph else UNCAPTURED * self._graphs.tokens for graph in alone)
+        return few[:1] if tokens <= UNCAPTURED * self._graphs.tokens else few
 
     def _process(self, few: list[Generation]) -> list[Generation]:
         """Admits as many of these as find room and processes their prompts in one pass; returns as `step`.

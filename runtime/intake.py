@@ -66,9 +66,10 @@ class Intake:
         self._bytes = 0  # of their storages: a model may cut keys and values out of one tensor with its queries
         self._rows: dict[Filling, PromptRows] = {}
 
-    def give(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def give(self, layer: int, k: Tensor, v: Tensor, stays: bool = False) -> None:
         """Keys after RoPE and values [rows, h_kv, n, d] of a layer, of each row the first counts[row]; on a GPU they
-        are held until `finish` at the latest, and must not change. Layers come in their order.
+        are held until `finish` at the latest, and must not change. Layers come in their order. stays: their memory is
+        not free when they have been packed, so that to pack them early would be of no use.
 
         Raises as `CacheLayer.append`, and so does `finish`. On a GPU numbers that cannot be packed are told by
         `KVCache.checked_once`.
@@ -77,7 +78,7 @@ class Intake:
             self.kv.layers[layer].append_prompts(self.sequences, k, v, self.counts)
             return
         self._held[layer] = k, v
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (k, v)}
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (k, v) if not stays}
         self._bytes += sum(storages.values())
         if self._bytes >= HELD:
             self.finish()

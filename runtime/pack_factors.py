@@ -17,7 +17,7 @@ ENTRIES = ("gram", "directions", "project")
 MOST_RANK = 8  # columns of a matrix instruction
 PROJECTED = 256  # tokens of a CTA: `Project::TOKENS`
 ROOM = 640 << 20  # bytes of work space: what is packed at once is what fits
-TOGETHER = 64 << 20  # bytes of it that several layers of prompts take at most: few tokens are worth a launch for many
+LAYERS_ROOM = 64 << 20  # bytes of it that several layers of prompts take at most: of few tokens they share launches
 CTAS = 768  # that sum up products at least, if there are tokens enough: some for each multiprocessor
 LEAST_TOKENS, MOST_SPLITS = 256, 16  # of a CTA, of a matrix
 
@@ -73,19 +73,25 @@ def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
 
 def layers_together(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     """How many of these layers are packed at once, so many pages of prompts in b sequences: at least one."""
-    return max(1, min(layers, LAYERS_AT_ONCE, TOGETHER // work_bytes(geometry, 1, b, pages)))
+    return max(1, min(layers, LAYERS_AT_ONCE, LAYERS_ROOM // work_bytes(geometry, 1, b, pages)))
 
 
 def most_work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> tuple[int, int]:
-    """Bytes of work space that a step of b sequences takes at most, which packs a page of each in all these layers, and
-    a prompt of so many pages, of one sequence or all of them; as `Packer.step` and `Packer.prompt` divide them."""
-    stepping = min(layers, LAYERS_AT_ONCE, fit(geometry, b, 1))
-    step = work_bytes(geometry, stepping, min(b, fit(geometry, stepping, 1)), 1)
-    prompts = [min(TOGETHER, work_bytes(geometry, layers, b, pages)) if pages else 0]  # of several layers
-    for sequences in {1, b}:
-        at_once = min(pages, SEGMENT_PAGES * fit(geometry, sequences, SEGMENT_PAGES))
-        prompts.append(work_bytes(geometry, 1, min(sequences, fit(geometry, 1, at_once)), at_once) if pages else 0)
-    return step, max(prompts)
+    """Bytes of work space that a step takes at most, which packs a page of each of up to b sequences in all these
+    layers, and prompts of up to so many pages of each; as `Packer.step` and `Packer.prompts` divide them."""
+    step, prompt = _most(geometry, layers * b, 1), _most(geometry, b, pages)
+    return step, max(prompt, min(LAYERS_ROOM, layers * prompt))
+
+
+def _most(geometry: PageGeometry, others: int, pages: int) -> int:
+    """As `work_bytes`, at most, of up to so many pages for up to so many others, as many at once as `fit`."""
+    shape, segments = geometry.shape, -(-pages // SEGMENT_PAGES)
+    tokens, matrices = min(pages, SEGMENT_PAGES) * shape.t, others * segments * shape.h_kv
+    of_one = 4 * shape.h_kv * shape.d * (tokens + shape.d + 8)
+    whole = 4 * others * shape.h_kv * shape.d * (pages * shape.t + segments * (shape.d + 8))
+    # Of a matrix there are no more parts than its tokens are worth, and of all together CTAS more than matrices.
+    parts = min(matrices * (splits(1, tokens) - 1), CTAS)
+    return min(whole, max(ROOM, of_one)) + 4 * parts * shape.d**2 if pages else 0
 
 
 def factor_unit(name: str, geometry: PageGeometry, layers: int = 1) -> Unit:

@@ -16,6 +16,7 @@ from runtime.decoding import Decoder, captured
 from runtime.intake import Intake
 from runtime.transfer import to_device
 
+SHORT = 512  # tokens of an engine's largest graph, unless it is told otherwise
 LEAST = 128  # tokens of a graph: fewer take a GPU as long, which reads the same weights
 ROWS = (1, 2, 4, 8)  # of a graph
 SHORTEST = 32  # tokens of a row of several
@@ -26,7 +27,8 @@ class Prompt:
 
     Attention is exact: until the prompt is complete its keys and values stay in full precision, in a work space of
     their own (`nbytes`); then they are packed. One pass needs no such work space: layers are packed as they are done,
-    on a GPU some at a time (`runtime.intake`). Pages are the same either way.
+    on a GPU some at a time (`runtime.intake`), or have a place of their own (`PromptGraphs`). Pages are the same either
+    way.
 
     source  a sequence that these tokens come behind, attended as it is cached: `sequence` becomes a fork of it in the
             last pass, and is empty until then. It must neither change nor end before that
@@ -149,13 +151,13 @@ class PromptGraphs:
 
     tokens     of a pass at most, with what fills prompts up
     sequences  prompts of a pass at most
-    pool       of the graphs' memory; None runs the same launches one by one
+    pool       of the graphs' memory
     """
 
     def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any):
         self.decoder, self.tokens = decoder, tokens
         self._numbers = prompt_numbers(decoder, kv, tokens)
-        sizes = graph_sizes(tokens, sequences, kv.room.max_tokens or tokens)
+        sizes = graph_sizes(tokens, sequences)
         # The largest first: smaller ones find room in its memory.
         made = [(b, n, PromptGraph(decoder, kv, b, n, self._numbers, pool)) for b, n in reversed(sizes)]
         self.graphs = {(b, n): graph for b, n, graph in reversed(made)}
@@ -181,19 +183,19 @@ def prompt_numbers(decoder: Decoder, kv: KVCache, tokens: int) -> list[tuple[Ten
     ]  # fmt: skip
 
 
-def graph_sizes(tokens: int, sequences: int, longest: int) -> list[tuple[int, int]]:
+def graph_sizes(tokens: int, sequences: int) -> list[tuple[int, int]]:
     """Rows, and tokens of each, of the graphs for passes of at most so many tokens, those of fewest tokens first.
 
     128, 192, 256, 384, 512, ... tokens of one prompt, every other of these shared by 2, 4 and 8, or as many as there
-    are sequences; none longer than a prompt can be.
+    are sequences.
     """
     totals = [n for i in range(tokens.bit_length()) for n in (LEAST << i, LEAST * 3 // 2 << i) if n < tokens]
-    found = {(1, min(n, longest)): None for n in (*totals, tokens)}
+    found = {(1, n): None for n in (*totals, tokens)}
     for b in ROWS[1:]:
         if b < 2 * sequences:
             rows = min(b, sequences)
             whole = (n // rows for n in (*totals[::2], tokens))
-            found |= {(rows, min(n, longest)): None for n in whole if n >= SHORTEST}
+            found |= {(rows, n): None for n in whole if n >= SHORTEST}
     return sorted(found, key=lambda size: (size[0] * size[1], size))
 
 
@@ -211,24 +213,19 @@ class PromptGraph:
             (keys[: b * n].unflatten(0, (b, n)).transpose(1, 2), values[: b * n].unflatten(0, (b, n)).transpose(1, 2))
             for keys, values in numbers
         ]
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if pool is not None:
-            self.graph, self.logits = captured(self._pass, pool)
+        self.graph, self.logits = captured(self._pass, pool)
 
     def run(self, prompts: Sequence[list[int]], intake: Intake) -> Tensor:
-        """Logits [prompts, vocabulary] behind each, overwritten by the next pass; keys and values go to the intake,
-        which must be finished before that."""
+        """Logits [prompts, vocabulary] behind each; keys and values go to the intake, which must be finished before the
+        next pass."""
         b, n = self.tokens.shape
         device, rows = self.tokens.device, [*prompts, *[[0]] * (b - len(prompts))]
         self.tokens.copy_(to_device([row + [0] * (n - len(row)) for row in rows], torch.int64, device))
         self.behind.copy_(to_device([len(row) - 1 for row in rows], torch.int64, device))
-        if self.graph is None:
-            self.logits = self._pass()
-        else:
-            self.graph.replay()
+        self.graph.replay()
         for layer, (keys, values) in enumerate(self.numbers):
-            intake.give(layer, keys[: len(prompts)], values[: len(prompts)])
-        return self.logits[: len(prompts)]
+            intake.give(layer, keys[: len(prompts)], values[: len(prompts)], stays=True)
+        return self.logits[: len(prompts)].clone()  # other graphs of the pool, a decode step's too, may write there
 
     def _pass(self) -> Tensor:
         return self.decoder.forward(self.tokens, self.positions, self._attend, self.behind)

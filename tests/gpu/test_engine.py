@@ -89,7 +89,7 @@ def test_compiled_layers_are_those_of_the_model(b) -> None:
 
 
 @every_bundle
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_prompts_from_graphs(bundle, dtype) -> None:
     """Prompts of all sizes, alone and several in a pass, are what they are without graphs: logits and pages."""
     decoder = HFDecoder(copy.deepcopy(MODEL).to("cuda", dtype), bundle)
@@ -99,6 +99,7 @@ def test_prompts_from_graphs(bundle, dtype) -> None:
         graphs = PromptGraphs(decoder, kv, 512, 4, pool) if captured else None
         logits = []
         for counts in ([1], [129], [512], [64, 64, 3], [256, 200], [30, 20, 10, 30]):
+            assert graphs is None or graphs.fitting(len(counts), max(counts))
             logits.append(Prompts(decoder, kv, range(len(counts)), [prompt(n, n) for n in counts], graphs).advance())
             logits[-1] = logits[-1].clone()
             for layer in kv.paged:

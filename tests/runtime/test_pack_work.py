@@ -55,6 +55,22 @@ def test_it_is_bounded(shape, layers, b, pages):
     assert step >= pack_factors.work_bytes(geometry, 1, 1, 1)
 
 
+@given(
+    st.sampled_from([(2, 64, 16), (32, 128, 64), (8, 128, 64), (8, 256, 128)]), st.integers(1, 64), st.integers(1, 300),
+    st.integers(1, 600), st.data(),
+)  # fmt: skip
+def test_it_is_enough(shape, layers, b, pages, data):
+    """For whatever number of sequences and pages, as `Packer.step` and `Packer.prompts` divide them."""
+    geometry, fit, work = geometry_of(*shape), pack_factors.fit, pack_factors.work_bytes
+    step, prompt = pack_factors.most_work_bytes(geometry, layers, b, pages)
+    some, few = data.draw(st.integers(1, b)), data.draw(st.integers(1, pages))
+    together = min(layers, fit(geometry, some, 1))
+    assert work(geometry, together, min(some, fit(geometry, together, 1)), 1) <= step
+    together = pack_factors.layers_together(geometry, layers, some, few)
+    at_once = min(few, SEGMENT_PAGES * fit(geometry, some, SEGMENT_PAGES))
+    assert work(geometry, together, min(some, fit(geometry, together, at_once)), at_once) <= prompt
+
+
 @pytest.mark.parametrize("rows", [None, 4000])
 def test_parameters_from_a_sequence_on(rows):
     """Where rows say what prompt and ring have, these stay where they are."""
