@@ -31,7 +31,7 @@ from benchmarks.decode_model import LOOP, MODELS, bundle_of, dense, fill, fresh_
 from runtime import KVCache
 from runtime.decoding import DeviceSteps
 from runtime.dense import DenseCache
-from runtime.engine import PADDED, TOGETHER
+from runtime.grouping import PADDED, TOGETHER
 from runtime.hf import fingerprint
 from runtime.hf_decoder import HFDecoder
 from runtime.intake import Intake

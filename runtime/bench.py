@@ -17,7 +17,7 @@ from artifacts.errors import SignpostError
 from runtime.cache import KVCache
 from runtime.decoding import Decoder, greedy, steps_of
 from runtime.dense import DenseCache
-from runtime.engine import PADDED, TOGETHER
+from runtime.grouping import PADDED, TOGETHER
 from runtime.prompts import Prompts
 
 

@@ -30,14 +30,12 @@ from artifacts import Bundle
 from artifacts.errors import SignpostError
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
+from runtime.grouping import PADDED, sharing
 from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
 from runtime.requests import Generation, Prefix, Reason, RequestError
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
 from runtime.transfer import Arriving
-
-TOGETHER, PADDED = 16, 4096  # prompts of a pass at most, and tokens of it, with what fills up shorter ones
-UNCAPTURED = 2  # more than so many times the tokens of the largest graph of prompts are worth a pass without one
 
 
 @dataclass(frozen=True)
@@ -317,8 +315,10 @@ class Engine:
         """Admits what comes next if there is room, and processes a chunk of it; returns as `step`."""
         if not (self.prompt or self.waiting):
             return []
-        if not self.prompt and len(few := self._few()) > 1:
-            return self._process(few)
+        if not self.prompt:
+            free = self.sequences - len(self.running)
+            if len(few := sharing(self.waiting, free, self.chunk or PADDED, self._graphs)) > 1:
+                return self._process(few)
         work = self.prompt[0] if self.prompt else self.waiting[0]
         try:
             self.prompt = self.prompt or self._admit(work)
@@ -344,32 +344,6 @@ class Engine:
         self.running[request.sequence] = request
         self._begun(request)
         self._take(request, token)
-
-    def _few(self) -> list[Generation]:
-        """The first of those that wait, as many as may be processed together if there is room."""
-        most, free = self.chunk or PADDED, self.sequences - len(self.running)
-        found: list[Generation] = []
-        for work in self.waiting:
-            if isinstance(work, Prefix) or work.prefix or work.apart or len(found) == min(free, TOGETHER):
-                break
-            sizes = [len(request.prompt) for request in (*found, work)]
-            if max(sizes) * len(sizes) > min(most, 2 * sum(sizes)):
-                break
-            found.append(work)
-        return self._fitting(found) if self._graphs else found
-
-    def _fitting(self, few: list[Generation]) -> list[Generation]:
-        """The first of these, as many as a graph takes; all where that would come to so many tokens, with what fills up
-        prompts, that one pass without a graph takes no longer."""
-        assert self._graphs is not None
-        for n in range(len(few), 1, -1):
-            graph = self._graphs.fitting(n, max(len(request.prompt) for request in few[:n]))
-            if graph:
-                passes = -(-len(few) // n)
-                return few[:n] if passes * graph.tokens.numel() <= UNCAPTURED * self._graphs.tokens else few
-        alone = [self._graphs.fitting(1, len(request.prompt)) for request in few]
-        tokens = sum(graph.tokens.numel() if graph else UNCAPTURED * self._graphs.tokens for graph in alone)
-        return few[:1] if tokens <= UNCAPTURED * self._graphs.tokens else few
 
     def _process(self, few: list[Generation]) -> list[Generation]:
         """Admits as many of these as find room and processes their prompts in one pass; returns as `step`.
