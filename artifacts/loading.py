@@ -31,6 +31,7 @@ from artifacts.model import ModelFingerprint
 from artifacts.reader import Data, FolderReader
 
 ATTEMPTS = 100  # to read a folder that is replaced all the time
+NAMED = 5  # bundles in a folder that is none
 T = TypeVar("T")
 
 
@@ -60,9 +61,14 @@ def read_manifest(folder: FolderReader) -> dict[str, Any]:
     """The manifest as JSON data, of a version that this Signpost reads, its own hash checked."""
     path = folder.path / MANIFEST
     if not folder.holds(MANIFEST):
+        inside = folder.holding(MANIFEST)
         raise BundleNotFoundError(
             f"no bundle at {folder.path}: there is no {MANIFEST} in it. "
-            f"Make one with `python -m calib out={folder.path}`"
+            + (
+                f"Bundles lie in {', '.join(str(folder.path / name) for name in inside[:NAMED])}"
+                if inside
+                else f"Make one with `python -m calib out={folder.path}`"
+            )
         )
     manifest = _parse_json(folder.read(MANIFEST, MANIFEST_LIMIT), path)
     version = manifest.get("schema_version")

@@ -24,7 +24,9 @@ class FolderReader:
         self.path = path
         try:
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except NotADirectoryError as error:
+            raise BundleNotFoundError(f"no bundle at {path}: it is a file. Name the bundle's folder") from error
+        except FileNotFoundError as error:
             raise BundleNotFoundError(
                 f"no bundle at {path}: there is no such folder. Make one with `python -m calib out={path}`"
             ) from error
@@ -52,6 +54,12 @@ class FolderReader:
         except FileNotFoundError:
             return False
         return True
+
+    def holding(self, name: str) -> list[str]:
+        """Folders in it in which something of that name lies."""
+        with os.scandir(self._folder) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(folder for folder in folders if self.holds(os.path.join(folder, name)))
 
     def read(self, name: str, limit: int, size: int | None = None, mapped: bool = False) -> Data:
         """The bytes of file `name`: at most `limit`, and just `size` where that is given.

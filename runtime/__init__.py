@@ -3,6 +3,14 @@
 Needs torch, numba and cuda-python. Transformers is imported by `runtime.hf*` and `runtime.lm_eval` alone.
 """
 
+import os
+import sys
+
+# Of a command, before torch is loaded: threads that wait for each other sleep. Spinning, which is the default, makes
+# tokens on the CPU take ten times as long and more where something else uses the same cores.
+if sys.argv[:1] == ["-m"]:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from artifacts import Bundle, load
 from runtime.cache import CacheFullError, KVCache
 from runtime.codec import Codec, PagePool

@@ -11,6 +11,7 @@ import argparse
 import gc
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -100,7 +101,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 2 with one line on what is wrong, or 130 after Ctrl-C."""
+    """Runs a command; returns the exit code: 0, 2 with one line on what is wrong, 130 after Ctrl-C, or 141 where nobody
+    reads the output any more."""
     options = parser().parse_args(arguments)
     console = Console(stderr=True, quiet=not _first())
     try:
@@ -113,8 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
         _generate(options, Sampling(options.temperature, seed=options.seed), load(options.bundle), console)
         return _left()
     except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            console.print()  # behind the text so far
         console.print("interrupted")
         return 130
+    except BrokenPipeError:  # who read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written at the end
+        return 128 + signal.SIGPIPE
     except (SignpostError, OSError) as error:
         return _failed(str(error))
     except (RuntimeError, MemoryError) as error:

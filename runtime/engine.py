@@ -58,7 +58,7 @@ class Engine:
     decoder     the model, see `runtime.decoding.Decoder`; several engines may use one model in turn
     bundle      calibrated for it: whole, or this process's slice
     sequences   the most requests that run at once
-    max_tokens  the most that one of them may hold: prefix, prompt and new tokens
+    max_tokens  the most that one of them may hold, prefix, prompt and new tokens; no more than the model has positions
     budget      bytes of the cache; None: room for all sequences at full length
     chunk       tokens of prompts that are processed between two decode steps; None: a whole prompt, or several that
                 have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
@@ -93,12 +93,15 @@ class Engine:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
         if short < 0:
             raise ValueError(f"short={short}: must be at least 1 token, or 0 for no graphs of prompts")
+        if not hasattr(decoder, "require"):
+            raise TypeError(f"a {type(decoder).__name__} is no decoder: runtime.hf_decoder.HFDecoder(model) makes one")
         decoder.require(bundle)
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
         bundle = bundle.shard(decoder.split.rank, decoder.split.world)
         # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
-        self.kv = KVCache(bundle, sequences + prefixes, max_tokens, decoder.dtype, decoder.device, budget=budget)
-        self.max_tokens = min(max_tokens, decoder.positions or max_tokens, self.kv.free_tokens())
+        most = min(max_tokens, decoder.positions or max_tokens)
+        self.kv = KVCache(bundle, sequences + prefixes, most, decoder.dtype, decoder.device, budget=budget)
+        self.max_tokens = min(most, self.kv.free_tokens())
         self._capture = capture
         self._short = min(short, chunk or short, self.max_tokens) if capture else 0
         self._graphs: PromptGraphs | None = None  # made with the steps
@@ -431,6 +434,10 @@ class Engine:
 
     def _known(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """A prompt's tokens. Raises RequestError for what the model has no embedding of."""
+        if isinstance(prompt, Tensor) and prompt.dim() != 1:
+            raise RequestError(
+                f"a prompt of shape {list(prompt.shape)}: must be the tokens of one prompt, as in input_ids[0].tolist()"
+            )
         for place, token in enumerate(prompt):
             if not hasattr(token, "__index__") or not 0 <= index(token) < self.decoder.vocabulary:
                 raise RequestError(

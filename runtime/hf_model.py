@@ -129,8 +129,11 @@ def require_fit(model: PreTrainedModel, bundle: Bundle) -> None:
 def share_of(model: PreTrainedModel, bundle: Bundle) -> Bundle:
     """What this process needs of a bundle for `model`: the slice of its kv heads, or all where it has all of them.
 
-    Raises as `require_fit`, and FormatError where the ranks cannot share the kv heads evenly.
+    Raises as `require_fit`, FormatError where the ranks cannot share the kv heads evenly, and TypeError for what is no
+    bundle.
     """
+    if not isinstance(bundle, Bundle):
+        raise TypeError(f"{bundle!r} is a {type(bundle).__name__}, not a Bundle: load it with runtime.load(path)")
     require_fit(model, bundle)
     split = split_of(model)
     return bundle.shard(split.rank, split.world)

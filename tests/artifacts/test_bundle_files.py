@@ -278,13 +278,16 @@ def test_missing_file(folder, name, replacement):
         load(folder)
 
 
-@pytest.mark.parametrize("where", ["nowhere", "manifest.json", ""])
-def test_no_bundle(folder, where):
+@pytest.mark.parametrize("where, problem", [
+    ("nowhere", r"there is no such folder\. Make one with"),
+    ("manifest.json", r"it is a file\. Name the bundle's folder"),
+    ("", r"there is no manifest\.json in it\. Make one with"),
+    ("..", r"there is no manifest\.json in it\. Bundles lie in .*bundle"),
+])  # fmt: skip
+def test_no_bundle(folder, where, problem):
     if not where:
         (folder / "manifest.json").unlink()
-    with pytest.raises(
-        BundleNotFoundError, match=r"no bundle at .*: there is no (such folder|manifest\.json in it)\. Make one with"
-    ):
+    with pytest.raises(BundleNotFoundError, match=rf"no bundle at .*: {problem}"):
         load(folder / where)
 
 

@@ -268,6 +268,7 @@ def test_a_prompt_longer_than_model_or_pool():
     bundle = BUNDLES["kvquant"]
     with pytest.raises(RequestError, match=r"holds 512 .* the model has 512 positions"):
         engine_for(bundle, max_tokens=5000).submit([3] * 600, 1)
+    assert engine_for(bundle, max_tokens=10**12).kv.room.max_tokens == 512  # no room for what nobody can fill
     small = engine_for(bundle, sequences=1, budget=pool_bytes(bundle, 150, 1, 200))
     with pytest.raises(RequestError, match=r"budget="):
         small.submit([3] * 199, 1)
@@ -338,3 +339,19 @@ def test_prompts_together_wait_for_room():
     engine.run()
     assert all(request.reason == "length" for request in requests)
     assert requests[2].tokens == generated(bundle, prompt(40, 2), 100)
+
+
+def test_what_is_none_of_ours():
+    bundle = BUNDLES["kivi"]
+    with pytest.raises(TypeError, match=r"'bundles/mine' is a str, not a Bundle: load it with runtime\.load\(path\)"):
+        HFDecoder(MODEL, "bundles/mine")
+    with pytest.raises(TypeError, match=r"None is a NoneType, not a Bundle"):
+        Engine(HFDecoder(MODEL), None)
+    with pytest.raises(TypeError, match=r"a LlamaForCausalLM is no decoder: runtime\.hf_decoder\.HFDecoder\("):
+        Engine(MODEL, bundle)
+    engine = engine_for(bundle)
+    with pytest.raises(RequestError, match=r"a prompt of shape \[1, 3\]: must be the tokens of one prompt, as"):
+        engine.submit(torch.tensor([[1, 2, 3]]), 1)
+    request = engine.submit(torch.tensor([1, 2, 3]), 1)
+    engine.run()
+    assert request.reason == "length"

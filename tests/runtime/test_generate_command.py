@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -181,3 +185,29 @@ def test_interrupted(bundle, capsys, monkeypatch):
     monkeypatch.setattr("runtime.__main__._generate", interrupt)
     code, out, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
     assert (code, out, err) == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_has_enough(bundle):
+    """As `| head -1`: no error, and the status that a shell knows."""
+    words = ["generate", "--model", "tiny", "--device", "cpu", "--bundle", str(bundle), "--prompt", PROMPT]
+    with subprocess.Popen(
+        [sys.executable, "-m", "runtime", *words, "--max-new-tokens", "200"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        assert command.stdout
+        assert command.stdout.read(1)
+        command.stdout.close()
+        assert command.wait(120) == 128 + signal.SIGPIPE
+        assert command.stderr
+        assert "rror" not in command.stderr.read()
+
+
+@pytest.mark.parametrize("variables, threads", [
+    ({"OMP_NUM_THREADS": "1"}, 1), ({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}, 2),
+])  # fmt: skip
+def test_threads_on_the_cpu(variables, threads):
+    """Numba's are as many as torch's, unless it is told otherwise: it would change torch's."""
+    code = "import runtime.cpu, numba; print(numba.config.NUMBA_NUM_THREADS)"
+    own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env=own | variables, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == threads
