@@ -31,7 +31,7 @@ from artifacts.model import ModelFingerprint
 from artifacts.reader import Data, FolderReader
 
 ATTEMPTS = 100  # to read a folder that is replaced all the time
-NAMED = 5  # bundles in a folder that is none
+NAMED, LOOKED_AT = 5, 1000  # bundles in a folder that is none, and what lies there
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ def read_manifest(folder: FolderReader) -> dict[str, Any]:
     """The manifest as JSON data, of a version that this Signpost reads, its own hash checked."""
     path = folder.path / MANIFEST
     if not folder.holds(MANIFEST):
-        inside = folder.holding(MANIFEST)
+        inside = folder.holding(MANIFEST, LOOKED_AT)
         raise BundleNotFoundError(
             f"no bundle at {folder.path}: there is no {MANIFEST} in it. "
             + (

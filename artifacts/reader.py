@@ -4,6 +4,8 @@ import errno
 import mmap
 import os
 import stat
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -55,11 +57,15 @@ class FolderReader:
             return False
         return True
 
-    def holding(self, name: str) -> list[str]:
-        """Folders in it in which something of that name lies."""
+    def holding(self, name: str, most: int) -> list[str]:
+        """Folders in it in which something of that name lies, of so many that are looked at."""
+        found = []
         with os.scandir(self._folder) as entries:
-            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return sorted(folder for folder in folders if self.holds(os.path.join(folder, name)))
+            for entry in islice(entries, most):
+                with suppress(OSError):  # what we may not look at
+                    if entry.is_dir(follow_symlinks=False) and self.holds(os.path.join(entry.name, name)):
+                        found.append(entry.name)
+        return sorted(found)
 
     def read(self, name: str, limit: int, size: int | None = None, mapped: bool = False) -> Data:
         """The bytes of file `name`: at most `limit`, and just `size` where that is given.

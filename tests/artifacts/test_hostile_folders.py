@@ -120,9 +120,23 @@ def test_listed_files_of_a_broken_list(folder):
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(BundleNotFoundError, match="there is no such folder"):
-            load(path)
+    for name, problem in (("missing", "there is no such folder"), ("file", "it is a file")):
+        with pytest.raises(BundleNotFoundError, match=problem):
+            load(tmp_path / name)
+
+
+def test_a_folder_of_folders(tmp_path):
+    """Links and what cannot be looked at hold no bundle that is named; of many folders only some are looked at."""
+    for i in range(3):
+        (tmp_path / f"b{i}").mkdir()
+        (tmp_path / f"b{i}" / "manifest.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "b0")
+    (tmp_path / "b2").chmod(0)
+    with FolderReader(tmp_path) as reader:
+        found = reader.holding("manifest.json", 10)
+        assert found in (["b0", "b1"], ["b0", "b1", "b2"])  # root may look everywhere
+        assert len(reader.holding("manifest.json", 1)) <= 1
+    (tmp_path / "b2").chmod(0o700)
 
 
 # Mapped
