@@ -22,6 +22,7 @@
 
 namespace signpost {
 
+// One of two types.
 template <bool FIRST, typename A, typename B>
 struct Either {
     using Type = A;

@@ -10,6 +10,9 @@ import sys
 # tokens on the CPU take ten times as long and more where something else uses the same cores.
 if sys.argv[:1] == ["-m"]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before numba is loaded: its threads are OpenMP's, and as many as it starts torch uses as well from then on.
+if "numba" not in sys.modules and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 from artifacts import Bundle, load
 from runtime.cache import CacheFullError, KVCache

@@ -9,8 +9,10 @@
 
 import argparse
 import gc
+import io
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -119,17 +121,30 @@ def main(arguments: list[str] | None = None) -> int:
             console.print()  # behind the text so far
         console.print("interrupted")
         return 130
-    except BrokenPipeError:  # who read our output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written at the end
-        return 128 + signal.SIGPIPE
     except (SignpostError, OSError) as error:
-        return _failed(str(error))
+        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) and _unread() else _failed(str(error))
     except (RuntimeError, MemoryError) as error:
         if not _wants_memory(error):
             raise
         return _failed(f"out of memory{_wanted(error)}: {MORE_MEMORY}")
     except ImportError as error:
         return _failed(f"{error}: pip install 'signpost-kv[hf]'")
+
+
+def _unread() -> bool:
+    """Whether who read our output has left, as `head` does. Then what is still to be written goes nowhere."""
+    try:
+        output = sys.stdout.fileno()
+    except io.UnsupportedOperation:  # it is in memory
+        return False
+    asked = select.poll()
+    asked.register(output, 0)
+    if not any(found & select.POLLERR for _, found in asked.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 def _wants_memory(error: Exception) -> bool:

@@ -5,14 +5,8 @@ softmax, the weighted sum of all paged values. A page of one head is decoded onc
 Numbers are float32; a kernel's tile is one head's page, [t, d]. Every format runs through the same compiled kernels.
 """
 
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-# Before numba is loaded: its threads are OpenMP's, and as many as it starts torch uses as well from then on.
-if "numba" not in sys.modules and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import numba
 import numpy as np

@@ -147,7 +147,7 @@ class PromptGraphs:
     """Passes over prompts of few tokens on the GPU, each a CUDA graph of the model, without packing.
 
     Graphs are of sizes (`graph_sizes`); prompts are filled up to one. Keys and values of all layers, which are packed
-    behind the pass, have one place for all graphs: `nbytes`.
+    behind the pass, have one place for all graphs.
 
     tokens     of a pass at most, with what fills prompts up
     sequences  prompts of a pass at most
@@ -155,17 +155,11 @@ class PromptGraphs:
     """
 
     def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any):
-        self.decoder, self.tokens = decoder, tokens
-        self._numbers = prompt_numbers(decoder, kv, tokens)
-        sizes = graph_sizes(tokens, sequences)
+        self.tokens = tokens
+        numbers, sizes = prompt_numbers(decoder, kv, tokens), graph_sizes(tokens, sequences)
         # The largest first: smaller ones find room in its memory.
-        made = [(b, n, PromptGraph(decoder, kv, b, n, self._numbers, pool)) for b, n in reversed(sizes)]
+        made = [(b, n, PromptGraph(decoder, kv, b, n, numbers, pool)) for b, n in reversed(sizes)]
         self.graphs = {(b, n): graph for b, n, graph in reversed(made)}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.nbytes for pair in self._numbers for x in pair)
 
     def fitting(self, rows: int, longest: int) -> "PromptGraph | None":
         """The smallest for so many prompts, the longest of which has so many tokens; None if there is none."""

@@ -94,12 +94,16 @@ def test_bytes_that_are_held(monkeypatch):
     case = Case("two", formats.key, formats.value, 4, 2, 64, Rope(64, "half", 1.0, "default"))
     whole = torch.randn(1, 40, 8, case.d)  # heads of queries, keys, values
     k, v = whole[:, :, 4:6].transpose(1, 2), whole[:, :, 6:].transpose(1, 2)
-    for limit, left in ((2 * whole.nbytes, 0), (2 * whole.nbytes + 1, 2)):
+    for limit, left in ((2 * whole.nbytes + 1, 2), (2 * whole.nbytes, 0)):
         monkeypatch.setattr(runtime.intake, "HELD", limit)
         intake = Intake(KVCache(case.bundle(2), 1, 100), [0], [40])
         for layer in (0, 1):
             intake.give(layer, k, v)
         assert len(intake._held) == left
+    intake = Intake(KVCache(case.bundle(2), 1, 100), [0], [40])
+    for layer in (0, 1):
+        intake.give(layer, k, v, stays=True)  # to pack it would free nothing
+    assert len(intake._held) == 2
 
 
 @pytest.mark.parametrize("held", [0, 1 << 30], ids=["layer-by-layer", "all-at-once"])

@@ -185,6 +185,17 @@ def test_interrupted(bundle, capsys, monkeypatch):
     monkeypatch.setattr("runtime.__main__._generate", interrupt)
     code, out, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
     assert (code, out, err) == (130, "", "interrupted\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert run(capsys, "--bundle", str(bundle), "--prompt", PROMPT) == (130, "", "\ninterrupted\n")  # behind the text
+
+
+def test_a_pipe_that_is_not_our_output(bundle, capsys, monkeypatch):
+    def broken(*given):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("runtime.__main__._generate", broken)
+    code, out, err = run(capsys, "--bundle", str(bundle), "--prompt", PROMPT)
+    assert (code, out, err) == (2, "", "error: [Errno 32] Broken pipe\n")
 
 
 def test_a_reader_that_has_enough(bundle):
