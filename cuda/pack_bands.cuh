@@ -24,6 +24,16 @@ struct BandTree {
         return values[at - (1 << width())];
     }
 
+    // Code i of a lane, from its half words of the band, as many as the width has bits; what else `rows` holds is 0.
+    __device__ __forceinline__ unsigned code(const unsigned (&rows)[4], int i) const {
+        const int row = i / 8 * 2 + i / 2 % 2, nibble = 4 * (i / 4 % 2 * 2 + i % 2);
+        if (width() == 2) return rows[row / 2] >> (nibble + row % 2 * 2) & 3u;
+        if (width() <= 1) return rows[0] >> (nibble + row) & 1u;
+        if (width() == 4) return rows[row] >> nibble & 15u;
+        const unsigned tops = (rows[0] >> 3 & 0x1111u) | (rows[1] >> 2 & 0x2222u) | (rows[2] >> 1 & 0x4444u);  // of three bits the last row's
+        return (row < 3 ? rows[row] : tops) >> nibble & 7u;
+    }
+
     // Codes of a lane's normalized numbers in one tile, those of step s, half, upper and e at 8 s + 4 half + 2 upper + e. to: the lane's
     // place in the tile's first half words.
     __device__ __forceinline__ void encode(const float (&x)[CODES], unsigned short* to) const {

@@ -96,24 +96,9 @@ struct Dense {
         const F16 stored = narrow(scale), stored_zero = narrow(zero);
         set(index(row, head, channel), widen(stored), widen(stored_zero));
         unsigned char* base = A::SPANS ? page.record() : page.head_page(page.first_head + head);
-        const int token = A::token(page.slice, row), place = stored_place(token, channel);
+        const int token = A::token(page.slice, row), place = scale_place<S, D, P::VALUES != 0>(token, channel);
         reinterpret_cast<F16*>(base + S::SCALE)[place] = stored;
         if constexpr (S::ZERO >= 0) reinterpret_cast<F16*>(base + S::ZERO)[place] = stored_zero;
-    }
-
-    // Where a scale stands in its field.
-    static __device__ __forceinline__ int stored_place(int token, int channel) {
-        if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
-            const int row = token / S::SCALE_TOKENS * D;
-            if (P::VALUES) return row + channel;
-            const int half = channel / (D / 2), step = channel % (D / 2) / 8;
-            return row + (step / 2 * 4 + channel % 8 / 2) * 8 + step % 2 * 4 + half * 2 + channel % 2;
-        } else if constexpr (S::SCALES == Scales::TOKEN && !A::SPANS) {
-            const int group = channel / S::SCALE_CHANNELS;
-            return P::VALUES ? group * A::T + token : token * A::GROUPS + group;
-        } else {
-            return token;
-        }
     }
 
     // Scales of the slice from its numbers, outliers left out. A barrier has to follow.

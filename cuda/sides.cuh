@@ -38,4 +38,20 @@ constexpr int block_bits() {
     return bits;
 }
 
+// Where the scale of a number stands in its field, if pages have it: heads of D channels.
+template <typename S, int D, bool VALUES>
+__device__ __forceinline__ int scale_place(int token, int channel) {
+    if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
+        const int row = token / S::SCALE_TOKENS * D;
+        if (VALUES) return row + channel;
+        const int half = channel / (D / 2), step = channel % (D / 2) / 8;
+        return row + (step / 2 * 4 + channel % 8 / 2) * 8 + step % 2 * 4 + half * 2 + channel % 2;
+    } else if constexpr (S::SCALES == Scales::TOKEN && !S::SCALE_IN_RECORD) {  // else all heads share it
+        const int group = channel / S::SCALE_CHANNELS;
+        return VALUES ? group * S::T + token : token * (D / S::SCALE_CHANNELS) + group;
+    } else {
+        return token;
+    }
+}
+
 }  // namespace signpost

@@ -193,11 +193,13 @@ def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
     from runtime.pack_units import units as pack_units
     from runtime.units import units
+    from runtime.unpack import units as unpack_units
 
     start, count = time.perf_counter(), 0
     bundle = bundle.shard(0, ranks)  # kernels know how many heads there are, not which
     for arch in archs:
-        for unit, seconds, resources in precompile([*units(bundle), *pack_units(bundle, arch)], arch):
+        wanted = [*units(bundle), *pack_units(bundle, arch), *unpack_units(bundle)]
+        for unit, seconds, resources in precompile(wanted, arch):
             count += 1
             registers = max((used.registers for used in resources.values()), default=0)
             spills = [used.spill_bytes for used in resources.values() if used.spill_bytes is not None]

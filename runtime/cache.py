@@ -16,7 +16,7 @@ from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.fields import SideName
-from runtime import jit, pack_units
+from runtime import jit, pack_units, unpack
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
@@ -29,6 +29,7 @@ from runtime.rope import Rotation
 from runtime.side import Side, filling, has_kernels
 from runtime.step import LayerStep, SidePackers, StepInputs
 from runtime.units import Sharing, require_kernels, spans, units
+from runtime.unpack import Unpacker
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
 
@@ -54,10 +55,11 @@ class LayerCache(CacheLayer):
 
         self.key, self.value = side("key", formats.key, self.rotation), side("value", formats.value, None)
         self._step: LayerStep | None = None
+        self._unpacker: Unpacker | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied cache loads its kernels anew: these look at the memory of this one."""
-        return self.__dict__ | {"_step": None}
+        return self.__dict__ | {"_step": None, "_unpacker": None}
 
     @property
     def nbytes(self) -> int:
@@ -158,9 +160,26 @@ class LayerCache(CacheLayer):
 
     def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """The same by decoding all pages first: for many queries at once."""
-        keys = self._dense_side(i, self.key, k, q.dtype)
-        values = self._dense_side(i, self.value, v, q.dtype)
+        if has_kernels(self.device):
+            keys, values = self._unpacked(i, k, v)
+        else:
+            keys, values = (self._dense_side(i, side, x, q.dtype) for side, x in ((self.key, k), (self.value, v)))
         return causal_attention(q[None], keys[None], values[None], scaling, self.window, self.softcap)[0]
+
+    def _unpacked(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens of both sides after RoPE, cached and fresh, [h_kv, tokens, d], by the GPU's kernel."""
+        n, dtype = self.lengths[i], self.key.buffer.dtype
+        size = (n + k.shape[1], k.shape[0], k.shape[2])
+        keys, values = (torch.empty(size, dtype=dtype, device=self.device) for _ in range(2))
+        self.unpack(self.room.which(i, n, self.offsets[i]), keys[:n], values[:n])
+        keys[n:], values[n:] = k.transpose(0, 1), v.transpose(0, 1)
+        return keys.transpose(0, 1).to(k.dtype), values.transpose(0, 1).to(v.dtype)
+
+    def unpack(self, which: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `Unpacker.run`, on a GPU."""
+        if self._unpacker is None:
+            self._unpacker = Unpacker(self.key, self.value, self._turning)
+        self._unpacker.run(which, keys, values)
 
     def _dense_side(self, i: int, side: Side, fresh: Tensor, dtype: torch.dtype) -> Tensor:
         """All tokens of a side after RoPE, cached and fresh, [h_kv, tokens, d]."""
@@ -396,6 +415,11 @@ class KVCache:
     def step_inputs(self, b: int) -> StepInputs:
         """Inputs of device steps of the first b sequences, at an address of their own."""
         return StepInputs(b, self.room.device)
+
+    def begin_unpacking(self) -> None:
+        """Begins to compile what prompts behind a sequence load, on a GPU: until then only those who need it wait."""
+        if self.room.device.type == "cuda":
+            jit.begin(unpack.units(self.bundle, [self.paged[0].key.buffer.dtype]), self.room.device)
 
     @property
     def packers(self) -> SidePackers:

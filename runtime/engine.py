@@ -28,6 +28,7 @@ from torch import Tensor
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
+from runtime.behind import most_behind
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
 from runtime.grouping import PADDED, sharing
@@ -64,9 +65,10 @@ class Engine:
                 have few tokens. Chunks make others wait less, but a prompt of several is held in full precision until
                 it is complete
     capture     on the GPU, decode steps as CUDA graphs; see `prepare`
-    short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too, except
-                behind prefixes; 0: none. They keep memory beside `budget`: room for keys and values of so many tokens
-                in full precision, and what such a pass takes
+    short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too; 0: none.
+                They keep memory beside `budget`: room for keys and values of so many tokens in full precision, and what
+                such a pass takes; with prefixes, also room for one layer's keys and values of a prefix, at most 256 MiB
+                (requests behind longer prefixes, and those of models in float32, have no graphs)
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
     another model.
@@ -101,6 +103,8 @@ class Engine:
         # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
         most = min(max_tokens, decoder.positions or max_tokens)
         self.kv = KVCache(bundle, sequences + prefixes, most, decoder.dtype, decoder.device, budget=budget)
+        if prefixes:
+            self.kv.begin_unpacking()
         self.max_tokens = min(most, self.kv.free_tokens())
         self._capture = capture
         self._short = min(short, chunk or short, self.max_tokens) if capture else 0
@@ -222,7 +226,8 @@ class Engine:
         """Graphs of prompts. Where there is no memory for them, the steps are there all the same."""
         if self._short and isinstance(steps, DeviceSteps):
             try:
-                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool)
+                behind = most_behind(self.kv) if self.kv.b > self.sequences else 0
+                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool, behind)
             except torch.OutOfMemoryError as error:
                 error.add_note(
                     f"for graphs of prompts of up to {self._short} tokens (short={self._short}): this engine goes on "
@@ -362,9 +367,9 @@ class Engine:
             if not admitted:
                 return []
             sequences = [request.sequence for request in admitted if request.sequence is not None]
-            logits = Prompts(
-                self.decoder, self.kv, sequences, [request.prompt for request in admitted], self._graphs
-            ).advance()
+            prompts = [request.prompt for request in admitted]
+            source = self._source(admitted[0])
+            logits = Prompts(self.decoder, self.kv, sequences, prompts, self._graphs, source).advance()
             tokens = self._choose(logits, admitted).tolist()
         except (SignpostError, ValueError, torch.OutOfMemoryError) as error:
             self._put_back(admitted or few[:1])

@@ -1,6 +1,6 @@
 """Prompts on their way into a cache: attended elsewhere, layer by layer, and packed several layers at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -19,49 +19,75 @@ HELD = 128 << 20  # bytes that keys and values keep allocated, after which they 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Where tokens of several prompts go, each into an empty sequence: the same for all sides that fill pages alike.
+    """Where tokens of several prompts go, each into its own sequence: the same for all sides that fill pages alike.
 
-    packed     pages: the rows that fill as many, int32 [some], and the same of their sequences, int64; without rows
-               that fill none
-    offsets    positions of token 0, all 0, int32 [rows]
-    used       pages of each of the sequences
-    exact      row, number and place in `Side.buffer` of tokens that stay exact, int32 [exact, 3]
+    packed       pages: the rows that fill as many, int32 [some], and the same of their sequences, int64; without rows
+                 that fill none
+    offsets      positions of token 0, int32 [rows]
+    used         pages of each of the sequences
+    exact        row, number and place in `Side.buffer` of tokens that stay exact, int32 [exact, 3]
+    source       the sequence that all of them come behind
+    first_page   pages that they share with it
+    first_token  its tokens
+    shared       0, and places of tokens that stay exact, of the source and of those behind it, int32 [shared, 3]
     """
 
     packed: dict[int, tuple[Tensor, Tensor]]
     offsets: Tensor
     used: dict[int, int]
     exact: Tensor
+    source: int | None
+    first_page: int
+    first_token: int
+    shared: Tensor
 
     @classmethod
-    def of(cls, fmt: Format, b: int, sequences: Sequence[int], counts: Sequence[int], device: torch.device) -> Self:
-        """Prompts of counts[row] tokens into `sequences` of a cache that has b."""
+    def of(
+        cls, fmt: Format, b: int, sequences: Sequence[int], counts: Sequence[int], device: torch.device,
+        source: int | None = None, start: int = 0, offset: int = 0,
+    ) -> Self:  # fmt: skip
+        """Prompts of counts[row] tokens into `sequences` of a cache that has b.
+
+        source: a sequence of `start` tokens that they come behind, the first of them at position `offset`
+        """
         sinks, capacity = fmt.window.sinks, fmt.window.recent + fmt.t
-        filled = [fmt.window.pages(n, fmt.t) for n in counts]
-        exact = []
+        before = fmt.window.pages(start, fmt.t)
+        filled = [fmt.window.pages(start + n, fmt.t) for n in counts]
+
+        def place(i: int, token: int) -> int:
+            return i * sinks + token if token < sinks else b * sinks + i * capacity + (token - sinks) % capacity
+
+        exact, shared = [], []
         for row, (i, n, pages) in enumerate(zip(sequences, counts, filled, strict=True)):
-            exact += [(row, token, i * sinks + token) for token in range(min(n, sinks))]
-            newest = range(sinks + pages * fmt.t, n)
-            exact += [(row, token, b * sinks + i * capacity + (token - sinks) % capacity) for token in newest]
+            tokens = [*range(min(start + n, sinks)), *range(sinks + pages * fmt.t, start + n)]
+            exact += [(row, token - start, place(i, token)) for token in tokens if token >= start]
+            shared += [
+                (0, place(source, token), place(i, token)) for token in tokens if token < start and source is not None
+            ]
         packed = {}
-        for pages in sorted(set(filled) - {0}):
+        for pages in sorted(set(filled) - {before}):
             rows = [row for row, of_row in enumerate(filled) if of_row == pages]
             of_sequences = [sequences[row] for row in rows]
-            packed[pages] = to_device(rows, torch.int32, device), to_device(of_sequences, torch.int64, device)
+            packed[pages - before] = to_device(rows, torch.int32, device), to_device(of_sequences, torch.int64, device)
+        offsets = torch.full((len(counts),), offset, dtype=torch.int32, device=device)
+        places = (to_device(x, torch.int32, device).view(-1, 3) for x in (exact, shared))
         used = dict(zip(sequences, filled, strict=True))
-        zeros = torch.zeros(len(counts), dtype=torch.int32, device=device)
-        return cls(packed, zeros, used, to_device(exact, torch.int32, device).view(-1, 3))
+        return cls(packed, offsets, used, next(places), source, before, start, next(places))
 
 
 class Intake:
-    """Prompts that a pass brings into empty sequences of a cache, from position 0 on.
+    """Prompts that a pass brings into empty sequences of a cache, from position 0 on or behind another sequence.
 
     sequences  of the cache
     counts     tokens of each of them
+    source     the sequence of which each becomes a fork before its prompt comes
     """
 
-    def __init__(self, kv: "KVCache", sequences: Sequence[int], counts: Sequence[int]):
-        self.kv, self.sequences, self.counts = kv, list(sequences), list(counts)
+    def __init__(self, kv: "KVCache", sequences: Sequence[int], counts: Sequence[int], source: int | None = None):
+        self.kv, self.sequences, self.counts, self.source = kv, list(sequences), list(counts), source
+        first = kv.layers[0]
+        self._start, self._offset = (0, 0) if source is None else (first.lengths[source], first.offsets[source])
+        self._forked = source is None
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         self._bytes = 0  # of their storages: a model may cut keys and values out of one tensor with its queries
         self._rows: dict[Filling, PromptRows] = {}
@@ -75,6 +101,7 @@ class Intake:
         `KVCache.checked_once`.
         """
         if not has_kernels(self.kv.room.device):
+            self._fork(self.kv.fork)
             self.kv.layers[layer].append_prompts(self.sequences, k, v, self.counts)
             return
         self._held[layer] = k, v
@@ -87,20 +114,28 @@ class Intake:
         """Packs what is held."""
         if not self._held:
             return
-        self.kv.room.take(dict(zip(self.sequences, self.counts, strict=True)))
+        self._fork(self.kv.room.share)
+        self.kv.room.take({i: self._start + n for i, n in zip(self.sequences, self.counts, strict=True)})
         sides: dict[Side, Tensor] = {}
         layers = self.kv.paged
         for number, (k, v) in self._held.items():
             layer = layers[number]
             sides[layer.key], sides[layer.value] = k.transpose(1, 2), v.transpose(1, 2)
             for i, n in zip(self.sequences, self.counts, strict=True):
-                layer.offsets[i], layer.lengths[i] = 0, n
+                layer.offsets[i], layer.lengths[i] = self._offset, self._start + n
         self._held, self._bytes = {}, 0
         self.kv.prompt_packers.prompts(self.rows, sides)
+
+    def _fork(self, fork: Callable[[int, int], None]) -> None:
+        if not self._forked and self.source is not None:
+            for i in self.sequences:
+                fork(self.source, i)
+        self._forked = True
 
     def rows(self, fmt: Format) -> PromptRows:
         """Where prompts go in sides that fill their pages as `fmt` does."""
         key = filling(fmt)
         if key not in self._rows:
-            self._rows[key] = PromptRows.of(fmt, self.kv.b, self.sequences, self.counts, self.kv.room.device)
+            behind = self.source, self._start, self._offset
+            self._rows[key] = PromptRows.of(fmt, self.kv.b, self.sequences, self.counts, self.kv.room.device, *behind)
         return self._rows[key]

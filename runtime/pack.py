@@ -160,23 +160,28 @@ class Packer:
         offsets: Tensor | None = None,
         segments: Tensor | None = None,
         rows: Tensor | None = None,
+        first_page: int = 0,
+        first_token: int = 0,
+        rings: Sequence[Tensor] | None = None,
     ) -> None:
-        """As `prompt`, from page and token 0 on, in several layers: LAYERS_AT_ONCE in a launch, or as many as
-        `pack_factors.layers_together` says, or where else it takes work space one.
+        """As `prompt` in several layers: LAYERS_AT_ONCE in a launch, or as many as `pack_factors.layers_together` says,
+        or where else it takes work space one.
 
-        layers: numbers of the codecs; pools, numbers: of each of these. rows: int32 [b], which row of the numbers each
-        sequence of the tables has; None: in their order.
+        layers: numbers of the codecs; pools, numbers, rings: of each of these. rows: int32 [b], which row of the
+        numbers each sequence of the tables has; None: in their order. A ring of one row is all sequences'.
         """
         if self._debug:
-            check_ids(table[:, :pages], 0, min(pool.capacity for pool in pools))
+            check_ids(table[:, first_page : first_page + pages], first_page, min(pool.capacity for pool in pools))
         alike, made = self._tables(table, offsets, segments, rows), []
         for layer, pool, x in zip(layers, pools, numbers, strict=True):
             params = self._bound(layer, pool, alike)
-            params.prompt, params.prompt_first = source(self._checked(x)), 0
+            params.prompt, params.prompt_first = source(self._checked(x)), first_token
             made.append(params)
+        for params, ring in zip(made, rings or (), strict=False):
+            params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
         together = self._together(table.shape[0], pages)
         for first in range(0, len(made), together):
-            self._pack_prompts(made[first : first + together], table.shape[0], 0, pages)
+            self._pack_prompts(made[first : first + together], table.shape[0], first_page, pages)
 
     def _together(self, b: int, pages: int) -> int:
         """Layers that are packed at once, so many pages of prompts in b sequences."""

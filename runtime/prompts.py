@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.behind import Behind
 from runtime.cache import KVCache
-from runtime.decoding import Decoder, captured
+from runtime.decoding import Attend, Decoder, captured
+from runtime.exact import has_flash
 from runtime.intake import Intake
+from runtime.side import has_kernels
 from runtime.transfer import to_device
 
 SHORT = 512  # tokens of an engine's largest graph, unless it is told otherwise
@@ -32,7 +35,7 @@ class Prompt:
 
     source  a sequence that these tokens come behind, attended as it is cached: `sequence` becomes a fork of it in the
             last pass, and is empty until then. It must neither change nor end before that
-    graphs  for prompts that are whole and come behind nothing
+    graphs  for prompts that are whole
     """
 
     def __init__(
@@ -47,8 +50,8 @@ class Prompt:
         if self.chunk < len(tokens):
             numbers = prompt_numbers(decoder, kv, len(tokens))
             self._dense = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in numbers]
-        elif source is None:
-            self._whole = Prompts(decoder, kv, [sequence], [self.tokens], graphs)
+        else:
+            self._whole = Prompts(decoder, kv, [sequence], [self.tokens], graphs, source)
 
     @property
     def nbytes(self) -> int:
@@ -66,36 +69,21 @@ class Prompt:
             return self._whole.advance()[0]
         tokens = torch.tensor([self.tokens[self.done : end]]).to(self.decoder.device)
         positions = torch.arange(self.start + self.done, self.start + end, device=self.decoder.device)[None]
-        if not self._dense:
-            self._fork()
         with self.kv.checked_once() if end == len(self.tokens) else nullcontext():
-            logits = self.decoder.forward(tokens, positions, self._in_chunks if self._dense else self._behind)
+            logits = self.decoder.forward(tokens, positions, self._in_chunks)
             self.done = end
             if end < len(self.tokens):
                 return None
-            if self._dense:
-                self._keep()
+            self._keep()
         self._dense = []
         return logits[0]
 
-    def _fork(self) -> None:
-        if self.source is not None:
-            self.kv.fork(self.source, self.sequence)
-
     def _keep(self) -> None:
         """The work space's numbers go into the sequence."""
-        self._fork()
-        if self.source is None:
-            intake = Intake(self.kv, [self.sequence], [len(self.tokens)])
-            for layer, (keys, values) in enumerate(self._dense):
-                intake.give(layer, keys, values)
-            intake.finish()
-            return
+        intake = Intake(self.kv, [self.sequence], [len(self.tokens)], self.source)
         for layer, (keys, values) in enumerate(self._dense):
-            self.kv.layers[layer].append(self.sequence, keys[0], values[0])
-
-    def _behind(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        return self.kv.layers[layer].attend(q, k, v, positions, None, scaling, [self.sequence])
+            intake.give(layer, keys, values)
+        intake.finish()
 
     def _in_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         end = self.done + k.shape[2]
@@ -111,36 +99,65 @@ class Prompts:
     """Several prompts, each whole into an empty sequence, in one pass: what it costs beside arithmetic is paid once.
 
     Shorter ones are filled up behind, where nothing of theirs looks: attention is causal. graphs: for those that fit.
+    source: as of `Prompt`, of all of them.
     """
 
     def __init__(
         self, decoder: Decoder, kv: KVCache, sequences: Sequence[int], prompts: Sequence[Sequence[int]],
-        graphs: "PromptGraphs | None" = None,
+        graphs: "PromptGraphs | None" = None, source: int | None = None,
     ):  # fmt: skip
         self.decoder, self.kv, self.sequences, self.prompts = decoder, kv, list(sequences), [list(p) for p in prompts]
-        self.graphs = graphs
+        self.graphs, self.source = graphs, source
+        self.start = 0 if source is None else kv.lengths[source]
 
     def advance(self) -> Tensor:
         """Logits [prompts, vocabulary] behind each of them. Raises as `Prompt.advance`: release the sequences."""
         counts = [len(prompt) for prompt in self.prompts]
-        intake = Intake(self.kv, self.sequences, counts)
-        graph = self.graphs.fitting(len(counts), max(counts)) if self.graphs else None
+        graph = self.graphs.fitting(len(counts), max(counts), self.start) if self.graphs else None
         with self.kv.checked_once():
+            if self.source is not None and not has_kernels(self.kv.room.device):
+                return self._forked(counts, self.source)
+            intake = Intake(self.kv, self.sequences, counts, self.source)
             logits = graph.run(self.prompts, intake) if graph else self._pass(intake, counts)
             intake.finish()
         return logits
 
     def _pass(self, intake: Intake, counts: list[int]) -> Tensor:
-        longest, device = max(counts), self.decoder.device
-        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts]).to(device)
-        positions = torch.arange(longest, device=device).expand(len(counts), -1)
+        behind = None
+        if self.source is not None:
+            behind = Behind(self.kv, self.start)
+            behind.set(self.source)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-            out = self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
+            out = attended(self.kv, behind, layer, q, k, v, scaling)
             intake.give(layer, k, v)
             return out
 
+        return self._forward(counts, 0 if self.source is None else self.kv.layers[0].offsets[self.source], attend)
+
+    def _forked(self, counts: list[int], source: int) -> Tensor:
+        """Forks of the source, each of which attends to itself as it is packed."""
+        for i in self.sequences:
+            self.kv.fork(source, i)
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+            return self.kv.layers[layer].attend(q, k, v, positions, real, scaling, self.sequences)
+
+        return self._forward(counts, self.kv.layers[0].offsets[source], attend)
+
+    def _forward(self, counts: list[int], offset: int, attend: Attend) -> Tensor:
+        longest, device = max(counts), self.decoder.device
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts]).to(device)
+        positions = (offset + self.start + torch.arange(longest, device=device)).expand(len(counts), -1)
         return self.decoder.forward(tokens, positions, attend, to_device([n - 1 for n in counts], torch.int64, device))
+
+
+def attended(kv: KVCache, behind: Behind | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Attention of prompts q [b, h_q, m, d], nothing cached: [b, m, h_q, d]."""
+    if behind is not None:
+        return behind.attend(layer, q, k, v, scaling)
+    return kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
 
 
 class PromptGraphs:
@@ -152,18 +169,33 @@ class PromptGraphs:
     tokens     of a pass at most, with what fills prompts up
     sequences  prompts of a pass at most
     pool       of the graphs' memory
+    behind     tokens that prompts may come behind: these have graphs of their own, with room for one layer's numbers of
+               so many in full precision; 0: no such graphs, nor are there any where flash attention does not take the
+               model's numbers
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any):
+    def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any, behind: int = 0):
         self.tokens = tokens
         numbers, sizes = prompt_numbers(decoder, kv, tokens), graph_sizes(tokens, sequences)
+        self.behind = Behind(kv, behind) if behind and has_flash(decoder.dtype, kv.room.device) else None
+        kinds = [None, *([self.behind] if self.behind else [])]
         # The largest first: smaller ones find room in its memory.
-        made = [(b, n, PromptGraph(decoder, kv, b, n, numbers, pool)) for b, n in reversed(sizes)]
-        self.graphs = {(b, n): graph for b, n, graph in reversed(made)}
+        made = [
+            ((b, n, kind is not None), PromptGraph(decoder, kv, b, n, numbers, pool, kind))
+            for b, n in reversed(sizes)
+            for kind in kinds
+        ]
+        self.graphs = dict(reversed(made))
 
-    def fitting(self, rows: int, longest: int) -> "PromptGraph | None":
-        """The smallest for so many prompts, the longest of which has so many tokens; None if there is none."""
-        return next((graph for (b, n), graph in self.graphs.items() if b >= rows and n >= longest), None)
+    def fitting(self, rows: int, longest: int, before: int = 0) -> "PromptGraph | None":
+        """The smallest for so many prompts, the longest of which has so many tokens, that come behind so many; None if
+        there is none."""
+        if before and (self.behind is None or before > self.behind.tokens):
+            return None
+        fit = (
+            graph for (b, n, kind), graph in self.graphs.items() if b >= rows and n >= longest and kind == bool(before)
+        )
+        return next(fit, None)
 
 
 def prompt_numbers(decoder: Decoder, kv: KVCache, tokens: int) -> list[tuple[Tensor, Tensor]]:
@@ -194,15 +226,18 @@ def graph_sizes(tokens: int, sequences: int) -> list[tuple[int, int]]:
 
 
 class PromptGraph:
-    """The pass over b prompts of at most n tokens; numbers: where layers leave keys and values [b * n, h_kv, d]."""
+    """The pass over b prompts of at most n tokens.
+
+    numbers: where layers leave keys and values [b * n, h_kv, d]. behind: what the prompts come behind
+    """
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, b: int, n: int, numbers: Sequence[tuple[Tensor, Tensor]], pool: Any
-    ):
-        self.decoder, self.kv = decoder, kv
+        self, decoder: Decoder, kv: KVCache, b: int, n: int, numbers: Sequence[tuple[Tensor, Tensor]], pool: Any,
+        behind: Behind | None = None,
+    ):  # fmt: skip
+        self.decoder, self.kv, self.behind = decoder, kv, behind
         self.tokens = torch.zeros(b, n, dtype=torch.int64, device=decoder.device)
-        self.behind = torch.zeros(b, dtype=torch.int64, device=decoder.device)
-        self.positions = torch.arange(n, device=decoder.device).expand(b, -1)
+        self.last = torch.zeros(b, dtype=torch.int64, device=decoder.device)
         self.numbers = [
             (keys[: b * n].unflatten(0, (b, n)).transpose(1, 2), values[: b * n].unflatten(0, (b, n)).transpose(1, 2))
             for keys, values in numbers
@@ -215,17 +250,22 @@ class PromptGraph:
         b, n = self.tokens.shape
         device, rows = self.tokens.device, [*prompts, *[[0]] * (b - len(prompts))]
         self.tokens.copy_(to_device([row + [0] * (n - len(row)) for row in rows], torch.int64, device))
-        self.behind.copy_(to_device([len(row) - 1 for row in rows], torch.int64, device))
+        self.last.copy_(to_device([len(row) - 1 for row in rows], torch.int64, device))
+        if self.behind is not None:
+            assert intake.source is not None
+            self.behind.set(intake.source)
         self.graph.replay()
         for layer, (keys, values) in enumerate(self.numbers):
             intake.give(layer, keys[: len(prompts)], values[: len(prompts)], stays=True)
         return self.logits[: len(prompts)].clone()  # other graphs of the pool, a decode step's too, may write there
 
     def _pass(self) -> Tensor:
-        return self.decoder.forward(self.tokens, self.positions, self._attend, self.behind)
+        b, n = self.tokens.shape
+        positions = self.behind.positions(n) if self.behind else torch.arange(n, device=self.tokens.device)
+        return self.decoder.forward(self.tokens, positions.expand(b, -1), self._attend, self.last)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         keys, values = self.numbers[layer]
         keys.copy_(k)
         values.copy_(v)
-        return self.kv.layers[layer].prompt(q, k, v, scaling).transpose(1, 2)
+        return attended(self.kv, self.behind, layer, q, k, v, scaling)

@@ -74,10 +74,14 @@ class Generation:
         return f"a prompt of {len(self.prompt)} tokens{behind} and {self.max_new_tokens} new ones"
 
     @property
+    def before(self) -> int:
+        """Tokens that the prompt comes behind."""
+        return self.prefix.total if self.prefix else 0
+
+    @property
     def total(self) -> int:
         """Tokens that the cache must have room for: the last new one is never fed back."""
-        shared = self.prefix.total if self.prefix else 0
-        return shared + len(self.prompt) + self.max_new_tokens - 1
+        return self.before + len(self.prompt) + self.max_new_tokens - 1
 
     def draw_again(self, ahead: int = 0) -> None:
         """Sets the draws to where they were before the next token: a step that broke off may have drawn for it.

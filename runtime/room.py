@@ -7,6 +7,7 @@ from artifacts import CacheGeometry, PageGeometry
 from runtime.pages import CacheFullError, PageBook
 from runtime.side import BlockTables, Filling, Side, filling
 from runtime.step import StepInputs
+from runtime.transfer import to_device
 from runtime.units import spans
 
 
@@ -32,6 +33,7 @@ class Room:
         self.checks = True  # what is appended, layer by layer; see `KVCache.checked_once`
         self._inputs: StepInputs | None = None
         self._set: tuple[list[int], list[int]] | None = None  # what the inputs were set to
+        self._which: tuple[tuple[int, int, int], Tensor] | None = None  # the last one asked for
         self._asked: tuple[Tensor, Tensor | None, list[int], list[int]] | None = None
         self._admitted: tuple[list[Tensor | None], list[int]] = [], []
 
@@ -195,6 +197,13 @@ class Room:
             self._inputs.set(lengths, offsets)
             self._set = list(lengths), list(offsets)
         return self._inputs
+
+    def which(self, sequence: int, n: int, offset: int) -> Tensor:
+        """A sequence, its tokens and the position of token 0 where kernels read them, int32 [3]; layers of one pass ask
+        alike."""
+        if self._which is None or self._which[0] != (sequence, n, offset):
+            self._which = (sequence, n, offset), to_device([sequence, n, offset], torch.int32, self.device)
+        return self._which[1]
 
     def select(self, sequences: list[int]) -> None:
         """Makes the batch the given old sequences."""

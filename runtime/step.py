@@ -161,11 +161,13 @@ class SidePackers:
             sides, first = [group[i] for i in some], group[some[0]]
             numbers, to = [given[side].to(side.buffer.dtype) for side in sides], rows_of(first.format)
             pools = [side.pool for side in sides]
+            rings = None if to.source is None else [side.window[to.source : to.source + 1] for side in sides]
             for pages, (rows, sequences) in to.packed.items():
                 segments = None if first.segments is None else first.segments[sequences]
-                offsets = to.offsets[: len(rows)]
-                packer.prompts(some, pools, first.table[sequences], numbers, pages, offsets, segments, rows)
+                offsets, behind = to.offsets[: len(rows)], (to.first_page, to.first_token, rings)
+                packer.prompts(some, pools, first.table[sequences], numbers, pages, offsets, segments, rows, *behind)
             keep([(x, side.buffer) for x, side in zip(numbers, sides, strict=True)], to.exact)
+            keep([(side.buffer[None], side.buffer) for side in sides], to.shared)
             for side in sides:
                 for sequence, pages in to.used.items():
                     side.used[sequence] = pages

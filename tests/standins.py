@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import runtime.behind
 import runtime.cache
 import runtime.decoding
 import runtime.engine
+import runtime.exact
 import runtime.intake
 import runtime.prompts
 import runtime.side
@@ -23,6 +25,7 @@ from artifacts.geometry import SEGMENT_PAGES
 from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool
 from runtime.rope import Rotation
+from runtime.side import Side
 from runtime.units import Sharing, require_kernels
 from tests.oracles.attention import attention
 
@@ -59,11 +62,15 @@ class Packer:
                 self._places(segments, table, i, first_page, pages),
             )
 
-    def prompts(self, layers, pools, table, numbers, pages, offsets=None, segments=None, rows=None):
-        for layer, pool, x in zip(layers, pools, numbers, strict=True):
+    def prompts(
+        self, layers, pools, table, numbers, pages, offsets=None, segments=None, rows=None, first_page=0, first_token=0,
+        rings=None,
+    ):  # fmt: skip
+        for place, (layer, pool, x) in enumerate(zip(layers, pools, numbers, strict=True)):
             alone = Packer([self.codecs[layer]], self.rotation, self.dtype)
             given = x if rows is None else x[rows.long()]
-            alone.prompt(pool, table, given, 0, pages, offsets=offsets, segments=segments)
+            ring = None if rings is None else rings[place].expand(len(given), -1, -1, -1)
+            alone.prompt(pool, table, given, first_page, pages, first_token, ring, offsets, segments)
 
     def _places(self, segments, table, i, first_page, pages):
         """Ids of the segments that pages of a sequence form, from the table that says it of each page."""
@@ -180,6 +187,48 @@ def _pool(geometry: PageGeometry, side: PagedSide) -> PagePool:
     return pool
 
 
+class Unpacker:
+    """`runtime.unpack.Unpacker` by the torch codec."""
+
+    def __init__(self, key: Side, value: Side, rotation: Rotation):
+        self.sides, self.rotation = (key, value), rotation
+
+    def run(self, which: Tensor, keys: Tensor, values: Tensor) -> None:
+        assert which.dtype == torch.int32
+        sequence, n, offset = which.tolist()
+        for side, out in zip(self.sides, (keys, values), strict=True):
+            window = side.format.window
+            pages, sinks = window.pages(n, side.format.t), min(n, window.sinks)
+            packed = side.codec.decode(side.pool.read(side.table[sequence, :pages].long())).flatten(0, 1)
+            if side.rotation is not None:
+                at = offset + window.sinks + torch.arange(packed.shape[0])
+                packed = side.rotation.rotate(packed.transpose(0, 1), at).transpose(0, 1)
+            newest = torch.arange(sinks + packed.shape[0], n) - window.sinks
+            out[:sinks] = side.sinks[sequence, :sinks]
+            out[sinks : sinks + packed.shape[0]] = packed
+            out[sinks + packed.shape[0] : n] = side.window[sequence, newest % side.capacity]
+
+
+def flash(q, k, v, of_q, of_k, most, causal, scaling):
+    """`runtime.exact._flash` in float64, of bounds too that are known when it runs."""
+    if of_q is None:
+        whole = torch.tensor([0, q.shape[1]])
+        found = [flash(*row, whole, whole, most, causal, scaling) for row in zip(q, k, v, strict=True)]
+        return torch.stack([out for out, _ in found]), torch.stack([sums for _, sums in found])
+    g, outs, sums = q.shape[1] // k.shape[1], [], []
+    k, v = (x.double().repeat_interleave(g, 1) for x in (k, v))
+    for i in range(len(of_q) - 1):
+        own, there = (slice(*x[i : i + 2].tolist()) for x in (of_q, of_k))
+        scores = torch.einsum("qhd,khd->hqk", q[own].double(), k[there]) * scaling
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        of_rows = scores.logsumexp(-1)
+        weights = (scores - of_rows[..., None]).exp()
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v[there]))
+        sums.append(torch.where(of_rows == -torch.inf, torch.inf, of_rows))
+    return torch.cat(outs).to(q.dtype), torch.cat(sums, 1).float()
+
+
 def keep(sides: list[tuple[Tensor, Tensor]], tokens: Tensor) -> None:
     """`runtime.keep.keep`."""
     assert tokens.dtype == torch.int32
@@ -195,8 +244,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
     monkeypatch.setattr(runtime.step, "keep", keep)
+    monkeypatch.setattr(runtime.cache, "Unpacker", Unpacker)
     monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
-    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine, runtime.intake):
+    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine, runtime.intake, runtime.prompts):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
 
 
@@ -223,3 +273,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: object())
     for module in (runtime.decoding, runtime.prompts):
         monkeypatch.setattr(module, "captured", captured)
+    for module in (runtime.behind, runtime.prompts):
+        monkeypatch.setattr(module, "has_flash", lambda dtype, device: True)
+    monkeypatch.setattr(runtime.exact, "_flash", flash)
+    monkeypatch.setattr(runtime.exact, "_stretches", lambda rows, device: max(1, 40 // rows))

@@ -114,6 +114,60 @@ def test_prompts_from_graphs(bundle, dtype) -> None:
 
 
 @every_bundle
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("before", [3, 64, 333])
+def test_prompts_behind_a_sequence(bundle, dtype, before) -> None:
+    """From graphs, where flash attention takes the numbers, without, and in chunks: logits, and what the cache holds.
+
+    The sequence stays as it is, and who comes behind it decodes."""
+    decoder = HFDecoder(copy.deepcopy(MODEL).to("cuda", dtype), bundle)
+    pool, found = torch.cuda.graph_pool_handle(), []
+    for way in ("graphs", "pass", "chunks"):
+        kv = KVCache(bundle, 5, 900, dtype, "cuda")
+        graphs = PromptGraphs(decoder, kv, 512, 4, pool, 600) if way == "graphs" else None
+        if graphs:
+            assert bool(graphs.fitting(1, 10, before)) == (dtype != torch.float32)
+            assert graphs.fitting(1, 10, 601) is None
+        Prompt(decoder, kv, 4, prompt(before, 1), None).advance()
+        source = [
+            (side.dense(4), *side.exact(4, before)) for x in kv.paged for side in (x.key, x.value) if side.used[4]
+        ]
+        kept = []
+        for counts in ([1], [129], [512], [64, 64, 3], [256, 200], [30, 20, 10, 30]):
+            prompts = [prompt(n, n) for n in counts]
+            if way == "chunks":
+                logits = []
+                for i, tokens in enumerate(prompts):
+                    work = Prompt(decoder, kv, i, tokens, max(1, len(tokens) // 2), 4)
+                    while (done := work.advance()) is None:
+                        pass
+                    logits.append(done)
+                kept.append(torch.stack(logits))
+            else:
+                kept.append(Prompts(decoder, kv, range(len(counts)), prompts, graphs, 4).advance().clone())
+            assert kv.lengths == [before + n for n in counts] + [0] * (4 - len(counts)) + [before]
+            for layer in kv.paged:
+                for side in (layer.key, layer.value):
+                    for i in range(len(counts)):
+                        kept += [x.clone() for x in side.exact(i, layer.lengths[i])]
+                        kept += [side.dense(i)] if side.used[i] else []
+            steps = DeviceSteps(decoder, kv, [4], capture=False)
+            kept.append(steps.run(dict.fromkeys(range(len(counts)), 7)).clone())
+            for i in range(4):
+                kv.release(i)
+        now = [(side.dense(4), *side.exact(4, before)) for x in kv.paged for side in (x.key, x.value) if side.used[4]]
+        assert all(
+            torch.equal(a, b) for one, two in zip(source, now, strict=True) for a, b in zip(one, two, strict=True)
+        )
+        found.append(kept)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            # Matrices of other shapes are multiplied in another order; few codes lie on an edge, more of halves.
+            near = 0.05 if dtype == torch.float32 else 0.1
+            assert (one.float() - other.float()).norm() <= near * one.float().norm()
+
+
+@every_bundle
 def test_the_engine_goes_on_from_prompts_of_graphs(bundle) -> None:
     """While others decode: tokens are those of an engine without graphs."""
     found = []

@@ -1,0 +1,56 @@
+"""Tokens that prompts come behind, on the GPU: a sequence of the cache, whose numbers are unpacked layer by layer.
+
+All prompts of a pass come behind the same sequence, so it is unpacked and attended once for all of them.
+"""
+
+import torch
+from torch import Tensor
+
+from runtime.cache import KVCache
+from runtime.exact import attention_behind, causal_attention, has_flash
+from runtime.transfer import to_device
+
+LAYER_BYTES = 256 << 20  # of one layer's numbers that graphs of prompts have room for
+
+
+class Behind:
+    """Room for one layer's keys and values of a sequence, which `set` names before each pass.
+
+    tokens: that it has at most
+    """
+
+    def __init__(self, kv: KVCache, tokens: int):
+        model, side = kv.bundle.model, kv.paged[0].key.buffer
+        size = (tokens, model.h_kv, model.d)
+        self.kv, self.tokens = kv, tokens
+        self.keys, self.values = (torch.empty(size, dtype=side.dtype, device=side.device) for _ in range(2))
+        self._which = torch.zeros(3, dtype=torch.int32, device=side.device)
+        self._count = 0
+
+    def set(self, sequence: int) -> None:
+        """The sequence that prompts of the next pass come behind, of at most `tokens`. Never waits."""
+        self._count, offset = self.kv.lengths[sequence], self.kv.layers[0].offsets[sequence]
+        self._which.copy_(to_device([sequence, self._count, offset], torch.int32, self._which.device))
+
+    def positions(self, m: int) -> Tensor:
+        """Of the next m tokens, int64 [m]; read on the device, as all of it is."""
+        return self._which[1:].sum() + torch.arange(m, device=self._which.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Attention of q [b, h_q, m, d] over the sequence and k, v [b, h_kv, m, d]: [b, m, h_q, d].
+
+        Can be captured where `has_flash` says so.
+        """
+        self.kv.paged[layer].unpack(self._which, self.keys, self.values)
+        if has_flash(q.dtype, q.device):
+            return attention_behind(q, k, v, self.keys, self.values, self._which[1:2], scaling)
+        before = (x[: self._count].transpose(0, 1).expand(len(q), -1, -1, -1) for x in (self.keys, self.values))
+        keys, values = (torch.cat([x, own], 2) for x, own in zip(before, (k, v), strict=True))
+        return causal_attention(q, keys, values, scaling).transpose(1, 2)
+
+
+def most_behind(kv: KVCache) -> int:
+    """Tokens that prompts of graphs come behind at most."""
+    model, buffer = kv.bundle.model, kv.paged[0].key.buffer
+    most = LAYER_BYTES // (2 * model.h_kv * model.d * buffer.itemsize)
+    return min(most, kv.room.max_tokens or most)

@@ -1,0 +1,81 @@
+"""The unpack kernel on the CPU (tests/cuda/emulator.h) against what the torch codec decodes. Needs g++, no GPU."""
+
+import shutil
+
+import pytest
+import torch
+
+from runtime import KVCache
+from runtime.jit import KernelError
+from runtime.unpack import Unpacker, unpack_unit
+from tests.cuda.emulated import stand_in
+from tests.formats import CASES, cache_numbers
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Unpacker, "processors", 3)  # blocks take several items each
+
+
+def filled(case, dtype, lengths, offset=7):
+    """A cache of one layer, sequences of so many tokens."""
+    kv = KVCache(case.bundle(), len(lengths), None, dtype)
+    (layer,) = kv.layers
+    for i, n in enumerate(lengths):
+        if n:
+            x = torch.from_numpy(cache_numbers((2, case.h_kv, n, case.d), i)).to(dtype)
+            layer.append(i, x[0], x[1], offset + 1000 * i)
+    return kv, layer
+
+
+def unpacked(kv, layer, sequence, room, dtype):
+    """Tokens [2, room, h_kv, d], those behind the sequence NaN."""
+    out = torch.full((2, room, *layer.key.buffer.shape[1:]), torch.nan, dtype=dtype)
+    which = torch.tensor([sequence, layer.lengths[sequence], layer.offsets[sequence]], dtype=torch.int32)
+    Unpacker(layer.key, layer.value, kv.rotation).run(which, out[0], out[1])
+    return out
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_numbers_of_all_formats(emulated, index):
+    """Two sequences, one of them all exact; pages lie in another order than tokens."""
+    case, dtype = CASES[index], DTYPES[index % 3]
+    key, value = case.key, case.value
+    longest = max(f.window.sinks + f.window.recent + f.t for f in (key, value)) + max(key.t, value.t) + 3
+    kv, layer = filled(case, dtype, (longest, 3))
+    for i, n in enumerate(layer.lengths):
+        got = unpacked(kv, layer, i, n + 2, dtype)
+        assert got[:, n:].isnan().all()
+        fresh = torch.empty(case.h_kv, 0, case.d, dtype=dtype)
+        for mine, side in zip(got, (layer.key, layer.value), strict=True):
+            wanted = layer._dense_side(i, side, fresh, torch.float32).transpose(0, 1)
+            # The numbers are sums of floats in another order, then rounded to the model's: one unit in the last place.
+            near = wanted.abs() * torch.finfo(dtype).eps + 4e-6 * wanted.abs().amax()
+            wrong = (mine[:n].float() - wanted).abs() > near
+            assert not wrong.any(), (side.geometry.shape.side, wrong.nonzero()[:4], int(wrong.sum()))
+            exact = [*range(min(n, side.format.window.sinks)), n - 1]
+            assert torch.equal(mine[exact].float(), wanted[exact])
+
+
+def test_what_is_not_written_to(emulated):
+    kv, layer = filled(CASES[0], torch.float16, (100,))
+    unpacker, which = Unpacker(layer.key, layer.value, kv.rotation), torch.tensor([0, 100, 0], dtype=torch.int32)
+    shape = layer.key.buffer.shape[1:]
+    right = torch.empty(2, 100, *shape, dtype=torch.float16)
+    for wrong in (right[0].float(), right[0, :, :, 1:], torch.empty(100, shape[0], 2 * shape[1]).half()[..., ::2]):
+        with pytest.raises(KernelError, match=r"keys .* is unpacked to torch\.float16"):
+            unpacker.run(which, wrong, right[1])
+    for wrong in (which.long(), which[:2]):
+        with pytest.raises(KernelError, match=r"contiguous int32 \[3\]"):
+            unpacker.run(wrong, *right)
+
+
+def test_what_has_no_kernel():
+    kv, layer = filled(CASES[0], torch.float32, (3,))
+    sides = layer.key.geometry, layer.value.geometry
+    with pytest.raises(KernelError, match=r"numbers of torch\.float64"):
+        unpack_unit(*sides, kv.rotation.rope, torch.float64)
