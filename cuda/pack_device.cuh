@@ -201,6 +201,13 @@ __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*r
 __device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }
 __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
+// Two numbers to neighbours of two bytes each, ties to even.
+__device__ __forceinline__ unsigned narrow_pair(float2 x, F16) { return narrow(x.x).bits | static_cast<unsigned>(narrow(x.y).bits) << 16; }
+__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) {
+    const unsigned low = as_word(x.x), high = as_word(x.y);
+    return (low + 0x7FFFu + (low >> 16 & 1u)) >> 16 | ((high + 0x7FFFu + (high >> 16 & 1u)) & 0xFFFF0000u);
+}
+
 // Whether both of a pair are numbers, and finite.
 __device__ __forceinline__ bool finite_pair(unsigned x, F16) { return (x & 0x7C00u) != 0x7C00u && (x & 0x7C000000u) != 0x7C000000u; }
 __device__ __forceinline__ bool finite_pair(unsigned x, BF16) { return (x & 0x7F80u) != 0x7F80u && (x & 0x7F800000u) != 0x7F800000u; }

@@ -1,11 +1,11 @@
 // Unpack: all tokens of one sequence, packed or not, as numbers of the model, keys after RoPE: for attention of many queries at once.
 //
 // Bytes: pages are read and 2 (float: 4) bytes written for each number. Operations: those of the parts, once a number; angles of keys
-// are exact, as packing takes them off, and shared by HEADS heads.
+// are exact, as packing takes them off, and shared by up to four heads.
 //
 // Work is items: a chunk of TOKENS tokens of a page and some heads, or an exact token. Blocks take them in turn, as many as the sequence
 // has, which the device alone need know. A head's chunk lies in shared memory as floats, to which the parts add one after the other:
-// codes times scales and low-rank factors, outliers, sketches; then the matrix, the mean and RoPE (runtime/codec.py).
+// codes times scales, low-rank factors, outliers, sketches; then the matrix, the mean and RoPE (runtime/codec.py).
 #pragma once
 
 #include "codes.cuh"
@@ -44,13 +44,10 @@ struct UnpackParams {
     float scaling;          // RoPE's factor on cos and sin
 };
 
-// To the model's numbers, ties to even; two neighbours at once.
-__device__ __forceinline__ void put_pair(F16* to, float x, float y) { *reinterpret_cast<unsigned*>(to) = narrow(x).bits | static_cast<unsigned>(narrow(y).bits) << 16; }
-__device__ __forceinline__ void put_pair(BF16* to, float x, float y) {
-    const unsigned low = as_word(x), high = as_word(y);
-    *reinterpret_cast<unsigned*>(to) = (low + 0x7FFFu + (low >> 16 & 1u)) >> 16 | ((high + 0x7FFFu + (high >> 16 & 1u)) & 0xFFFF0000u);
-}
-__device__ __forceinline__ void put_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = make_float2(x, y); }
+// Two neighbours of the model's numbers.
+template <typename Half>
+__device__ __forceinline__ void put_pair(Half* to, float2 x) { *reinterpret_cast<unsigned*>(to) = narrow_pair(x, Half()); }
+__device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
 
 // One side, S its constants (sides.cuh). P: D, H, Model, THREADS.
 template <class S, class P, bool VALUES>
@@ -58,14 +55,15 @@ struct Unpacker {
     using Model = typename P::Model;
     using Order = SliceOrder<P::D, TILE, VALUES>;
     static constexpr int T = S::T, D = P::D, H = P::H, THREADS = P::THREADS, WARPS = THREADS / 32;
-    static constexpr int MOST = D == 256 ? 32 : 64, TOKENS = T < MOST ? T : MOST, CHUNKS = T / TOKENS, TILES = TOKENS / TILE;
-    static constexpr int PAIRS = S::ROPE_DIM / 2, HEADS = PAIRS && H > 4 ? 4 : PAIRS ? H : 1, GROUPS = (H + HEADS - 1) / HEADS;
+    static constexpr int MOST = 32 * THREADS / D, TOKENS = T < MOST ? T : MOST, CHUNKS = T / TOKENS, TILES = TOKENS / TILE;  // a run of codes for each thread
+    static constexpr int PAIRS = S::ROPE_DIM / 2, MOST_HEADS = PAIRS ? 4 : 1;  // of an item
     static constexpr int ROW = D + 4;  // floats from one token to the next: other banks, pieces of 16 bytes
-    static constexpr int SIXTEENS = 4, COLUMNS = D / (16 * SIXTEENS), PRODUCTS = TILES * COLUMNS;  // of columns that a warp multiplies at once
+    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of matrices, 8 bits each: numbers of two bytes have 11 at most
     static constexpr int BITS = S::BITS ? S::BITS : 1, RUNS = D / 64;
+    static constexpr bool CODES = S::BITS > 0 || S::BANDED > 0;
     // Shared memory: numbers f32 [TOKENS][ROW], angles (cos, sin) [TOKENS][PAIRS], the codebook f32 [2^BITS].
     static constexpr int ANGLES_AT = 4 * TOKENS * ROW, VALUES_AT = ANGLES_AT + 8 * TOKENS * PAIRS, BYTES = VALUES_AT + (S::BITS ? 4 << S::BITS : 0);
-    static_assert(PRODUCTS <= WARPS, "what a warp has multiplied waits in its registers until all have read");
+    static_assert(S::ROPE_DIM % 4 == 0, "a thread turns two pairs");
 
     const UnpackParams& params;
     const UnpackSide& side;
@@ -81,7 +79,10 @@ struct Unpacker {
 
     __device__ __forceinline__ void run() {
         const int sequence = params.which[0], n = params.which[1], pages = max(n - S::SINKS - S::RECENT, 0) / T;
-        const int packed = pages * CHUNKS * GROUPS, items = packed + n - pages * T;
+        // Heads share angles, unless blocks would have nothing to do.
+        int heads = 1;
+        while (heads < MOST_HEADS && pages * CHUNKS * ((H + heads - 1) / heads) > static_cast<int>(gridDim.x)) heads *= 2;
+        const int groups = (H + heads - 1) / heads, packed = pages * CHUNKS * groups, items = packed + n - pages * T;
         if constexpr (S::BITS > 0) {
             for (int i = threadIdx.x; i < 1 << BITS; i += THREADS) values[i] = side.values[i];
         }
@@ -91,14 +92,14 @@ struct Unpacker {
                 copy(sequence, token < S::SINKS ? token : token + pages * T);
                 continue;
             }
-            const int chunk = item / GROUPS, number = chunk / CHUNKS, token = number * T + chunk % CHUNKS * TOKENS + S::SINKS;
+            const int chunk = item / groups, number = chunk / CHUNKS, token = number * T + chunk % CHUNKS * TOKENS + S::SINKS;
             first = chunk % CHUNKS * TOKENS;
             id = side.table[sequence * side.table_stride + number];
             if (id < 0 || id >= side.capacity_pages) continue;  // runtime/unpack.py tells of it where asked to
             record = side.records + static_cast<long long>(id) * S::RECORD_BYTES;
             __syncthreads();  // nobody reads what was there
             if constexpr (PAIRS > 0) find_turns(params.which[2] + token);
-            const int begin = item % GROUPS * HEADS, end = min(begin + HEADS, H);
+            const int begin = item % groups * heads, end = min(begin + heads, H);
             for (head = begin; head < end; ++head) {
                 page = side.heads + (static_cast<long long>(id) * H + head) * S::HEAD_BYTES;
                 decode();
@@ -127,16 +128,29 @@ struct Unpacker {
         }
     }
 
-    // The head's chunk before the mean is added and RoPE applied. Ends with a barrier.
+    // The head's chunk before the mean is added and RoPE applied. Begins with a barrier and ends with one.
     __device__ __forceinline__ void decode() {
+        Outlier mine;
+        unsigned starts[TILES + 1] = {};
+        if constexpr (S::SPARSE) {  // asked for before anything is waited for: where lists begin, then the thread's first outlier
+            const unsigned* from = reinterpret_cast<const unsigned*>(record + S::START) + head * (T / TILE) + first / TILE;
+#pragma unroll
+            for (int k = 0; k <= TILES; ++k) starts[k] = from[k];
+        }
+        float x[CODES ? RUN : 1];
+        if constexpr (CODES) look_up(x);
+        if constexpr (S::SPARSE) mine = outlier(starts[0] + threadIdx.x, starts[TILES]);
         __syncthreads();
-        if constexpr (S::BITS > 0 || S::BANDED > 0) look_up();
-        __syncthreads();
-        if constexpr (S::SCALES != Scales::NONE || S::RANK > 0) scale();
+        if constexpr (CODES) put(x);
         else clear();
         __syncthreads();
-        if constexpr (S::SPARSE) correct();
-        if constexpr (S::SPARSE) __syncthreads();
+        if constexpr (S::RANK > 0) add_factors();
+        if constexpr (S::RANK > 0) __syncthreads();
+        if constexpr (S::SPARSE) {
+            correct(mine, starts, starts[0] + threadIdx.x);
+            for (unsigned i = starts[0] + threadIdx.x + THREADS; i < starts[TILES]; i += THREADS) correct(outlier(i, starts[TILES]), starts, i);
+            __syncthreads();
+        }
         if constexpr (S::SKETCH > 0) estimate<S::SKETCH>(side.sketch, S::SIGNS, S::NORMS, false);
         if constexpr (S::OUTLIER_SKETCH > 0) estimate<S::OUTLIER_SKETCH>(side.outlier_sketch, S::OUTLIER_SIGNS, S::OUTLIER_NORMS, true);
         if constexpr (S::SKETCH > 0) __syncthreads();
@@ -145,21 +159,30 @@ struct Unpacker {
 
     // ---- codes ----
 
-    __device__ __forceinline__ void look_up() {
-        for (int i = threadIdx.x; i < TILES * RUNS * 32; i += THREADS) {
-            const int lane = i % 32, run = i / 32 % RUNS, tile = i / 32 / RUNS, r = lane / 4, c = lane % 4;
-            const unsigned char* codes = page + S::CODES + (first / TILE + tile) * S::TILE_BYTES;
-            float* to = numbers + (tile * TILE + (VALUES ? 2 * c : r)) * ROW + (VALUES ? run * 64 + r : run * 32 + 2 * c);
-            if constexpr (S::BANDED > 0) {
-                band<0>(codes, run, lane, to);
-                band<RUN / 2>(codes, run, lane, to);
-            } else {
-                run_of_codes(reinterpret_cast<const unsigned*>(codes), run, lane, to);
-            }
-        }
+    // A thread's run: 32 numbers, whose first is at (row, channel) of the chunk. Threads beyond the chunk have none.
+    __device__ __forceinline__ bool there() const { return TILES * RUNS * 32 == THREADS || threadIdx.x < TILES * RUNS * 32; }
+    __device__ __forceinline__ int row() const { return threadIdx.x / 32 / RUNS * TILE + (VALUES ? threadIdx.x % 4 * 2 : threadIdx.x % 32 / 4); }
+    __device__ __forceinline__ int channel() const {
+        const int run = threadIdx.x / 32 % RUNS;
+        return VALUES ? run * 64 + threadIdx.x % 32 / 4 : run * 32 + threadIdx.x % 4 * 2;
     }
 
-    __device__ __forceinline__ void run_of_codes(const unsigned* codes, int run, int lane, float* to) const {
+    // Codes to numbers: scales and all. What memory says is asked for before anything is stored.
+    __device__ __forceinline__ void look_up(float (&x)[RUN]) const {
+        if (!there()) return;
+        const int lane = threadIdx.x % 32, run = threadIdx.x / 32 % RUNS, tile = threadIdx.x / 32 / RUNS;
+        const unsigned char* codes = page + S::CODES + (first / TILE + tile) * S::TILE_BYTES;
+        if constexpr (S::BANDED > 0) {
+            band<0>(codes, run, lane, x);
+            band<RUN / 2>(codes, run, lane, x);
+        } else {
+            run_of_codes(reinterpret_cast<const unsigned*>(codes), run, lane, x);
+        }
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) x[i] = scaled(x[i], first + row() + Order::rows_on(i), channel() + Order::channels_on(i));
+    }
+
+    __device__ __forceinline__ void run_of_codes(const unsigned* codes, int run, int lane, float (&x)[RUN]) const {
         using Run = Codes<BITS>;
         constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;  // words of a lane that are neighbours
         unsigned words[BITS];
@@ -168,51 +191,35 @@ struct Unpacker {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             const int code = Order::code(i, BITS);
-            to[Order::rows_on(i) * ROW + Order::channels_on(i)] = values[Run::wide(words, code / Run::PER_WORD) >> Run::STRIDE * (code % Run::PER_WORD) & Run::MASK];
+            x[i] = values[Run::wide(words, code / Run::PER_WORD) >> Run::STRIDE * (code % Run::PER_WORD) & Run::MASK];
         }
     }
 
     // Numbers FIRST ... of a run, those of one band.
     template <int FIRST>
-    __device__ __forceinline__ void band(const unsigned char* codes, int run, int lane, float* to) const {
+    __device__ __forceinline__ void band(const unsigned char* codes, int run, int lane, float (&x)[RUN]) const {
         const BandTree& tree = side.bands[head * (D / 32) + 2 * run + FIRST / BandTree::CODES];
         const unsigned short* from = reinterpret_cast<const unsigned short*>(codes) + tree.start() * 32 + lane;
         unsigned rows[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[i] = i < static_cast<int>(tree.width()) ? from[i * 32] : 0u;
 #pragma unroll
-        for (int i = 0; i < BandTree::CODES; ++i) to[Order::rows_on(FIRST + i) * ROW + Order::channels_on(FIRST + i)] = tree.values[tree.code(rows, i)];
+        for (int i = 0; i < BandTree::CODES; ++i) x[FIRST + i] = tree.values[tree.code(rows, i)];
     }
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ void put(const float (&x)[RUN]) const {
+        if (!there()) return;
+        float* to = numbers + row() * ROW + channel();
+#pragma unroll
+        for (int i = 0; i < RUN; i += VALUES ? 1 : 2) {
+            float* here = to + Order::rows_on(i) * ROW + Order::channels_on(i);
+            if constexpr (VALUES) *here = x[i];
+            else *reinterpret_cast<float2*>(here) = make_float2(x[i], x[i + 1]);
+        }
+    }
+
+    __device__ __forceinline__ void clear() const {
         for (int i = threadIdx.x; i < TOKENS * ROW; i += THREADS) numbers[i] = 0.0f;
-    }
-
-    // Scales, zero points and low-rank factors: a thread has two channels.
-    __device__ __forceinline__ void scale() {
-        constexpr int RANK = S::RANK ? S::RANK : 1;
-        const int channel = threadIdx.x % (D / 2) * 2;
-        float right[2][RANK] = {};
-        if constexpr (S::RANK > 0) {
-            const unsigned segment = *reinterpret_cast<const unsigned*>(record + S::SEGMENT);
-            if (segment >= static_cast<unsigned>(side.capacity_segments)) return;
-            const F16* from = reinterpret_cast<const F16*>(side.segments + (static_cast<long long>(segment) * H + head) * S::SEGMENT_BYTES + S::RIGHT) + channel * RANK;
-#pragma unroll
-            for (int i = 0; i < 2 * RANK; ++i) right[i / RANK][i % RANK] = widen(from[i]);
-        }
-        for (int row = threadIdx.x / (D / 2); row < TOKENS; row += THREADS / (D / 2)) {
-            float2& x = *reinterpret_cast<float2*>(numbers + row * ROW + channel);
-            float2 y = make_float2(0.0f, 0.0f);
-            if constexpr (S::SCALES != Scales::NONE) y = make_float2(scaled(x.x, first + row, channel), scaled(x.y, first + row, channel + 1));
-            if constexpr (S::RANK > 0) {
-                const F16* left = reinterpret_cast<const F16*>(page + S::LEFT) + (first + row) * RANK;
-                float2 product = make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int k = 0; k < RANK; ++k) product.x = fmaf(widen(left[k]), right[0][k], product.x), product.y = fmaf(widen(left[k]), right[1][k], product.y);
-                y.x = add(y.x, product.x), y.y = add(y.y, product.y);
-            }
-            x = y;
-        }
     }
 
     // zero + scale * x.
@@ -228,60 +235,114 @@ struct Unpacker {
         }
     }
 
+    // Low-rank factors: a thread has two channels.
+    __device__ __forceinline__ void add_factors() const {
+        constexpr int RANK = S::RANK ? S::RANK : 1;
+        const int channel = threadIdx.x % (D / 2) * 2;
+        const unsigned segment = *reinterpret_cast<const unsigned*>(record + S::SEGMENT);
+        if (segment >= static_cast<unsigned>(side.capacity_segments)) return;
+        const F16* from = reinterpret_cast<const F16*>(side.segments + (static_cast<long long>(segment) * H + head) * S::SEGMENT_BYTES + S::RIGHT) + channel * RANK;
+        float right[2][RANK];
+#pragma unroll
+        for (int i = 0; i < 2 * RANK; ++i) right[i / RANK][i % RANK] = widen(from[i]);
+#pragma unroll 4
+        for (int row = threadIdx.x / (D / 2); row < TOKENS; row += THREADS / (D / 2)) {
+            const F16* left = reinterpret_cast<const F16*>(page + S::LEFT) + (first + row) * RANK;
+            float2 product = make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int k = 0; k < RANK; ++k) product.x = fmaf(widen(left[k]), right[0][k], product.x), product.y = fmaf(widen(left[k]), right[1][k], product.y);
+            float2& x = *reinterpret_cast<float2*>(numbers + row * ROW + channel);
+            x = make_float2(add(x.x, product.x), add(x.y, product.y));
+        }
+    }
+
     // ---- outliers ----
 
-    __device__ __forceinline__ void correct() {
-        const unsigned* starts = reinterpret_cast<const unsigned*>(record + S::START) + head * (T / TILE) + first / TILE;
-        for (unsigned i = starts[0] + threadIdx.x; i < starts[TILES]; i += THREADS) {
-            int tile = 0;
+    struct Outlier {
+        F16 correction;
+        int index;  // below 0: none
+    };
+    // The i-th of the page's list, which ends at `end`.
+    __device__ __forceinline__ Outlier outlier(unsigned i, unsigned end) const {
+        if (i >= end) return {F16(), -1};
+        return {reinterpret_cast<const F16*>(record + S::CORRECTION)[i], record[S::INDEX + i]};
+    }
+    // starts: of the tiles' lists, and where the last one ends; i: its number.
+    __device__ __forceinline__ void correct(Outlier it, const unsigned (&starts)[TILES + 1], unsigned i) const {
+        if (it.index < 0) return;
+        int tile = 0;
 #pragma unroll
-            for (int k = 1; k < TILES; ++k) tile += starts[k] <= i;
-            const F16 correction = reinterpret_cast<const F16*>(record + S::CORRECTION)[i];
-            const unsigned block = correction.bits & ((1u << block_bits<D>()) - 1u);
-            const Number at = Order::number(block * BLOCK + record[S::INDEX + i]);
-            float& x = numbers[(tile * TILE + at.row) * ROW + at.channel];
-            x = add(x, widen(correction));
-        }
+        for (int k = 1; k < TILES; ++k) tile += starts[k] <= i;
+        const unsigned block = it.correction.bits & ((1u << block_bits<D>()) - 1u);
+        const Number at = Order::number(block * BLOCK + it.index);
+        float& x = numbers[(tile * TILE + at.row) * ROW + at.channel];
+        x = add(x, widen(it.correction));
     }
 
     // ---- matrices ----
 
-    // to(row, column, two sums) for what the warp has of a product: rows r and r + 8 of its tile, columns 2 c and the next.
-    template <class To>
-    static __device__ __forceinline__ void each_pair(const float (&sum)[SIXTEENS][2][4], int tile, int sixteen, To to) {
-        const int lane = threadIdx.x % 32;
+    // Of a chunk times a matrix a warp has EACH_TILES tiles of tokens and SIXTEENS times sixteen columns, so many of each that it reads
+    // little of the matrix and little of the numbers. Both are sums of bfloat16 pieces; products of the last ones are left out.
+    template <int EACH_TILES>
+    struct Share {
+        static constexpr int EACH = TILES < EACH_TILES ? TILES : EACH_TILES, OTHERS = TILES / EACH, PLACES = D / 16 * OTHERS;
+        static constexpr int SIXTEENS = PLACES > WARPS ? PLACES / WARPS : 1, PRODUCTS = PLACES / SIXTEENS;
+        static_assert(PRODUCTS <= WARPS && TILES % EACH == 0, "what a warp has multiplied waits in its registers until all have read");
+        const int warp = threadIdx.x / 32, tile = warp % OTHERS * EACH, sixteen = warp / OTHERS * SIXTEENS;
+        float sum[EACH][SIXTEENS][2][4] = {};
+        __device__ __forceinline__ bool there() const { return warp < PRODUCTS; }
+
+        // first(tile, step, a): pieces of the first operand.
+        template <int STEPS, int COUNT, class First>
+        __device__ __forceinline__ void multiply(const uint4* matrix, First first) {
+            const uint4* table = fragments<PIECES>(matrix, STEPS, sixteen);
+#pragma unroll 2
+            for (int step = 0; step < STEPS; ++step, table += PIECES * 32) {
+                uint4 m[SIXTEENS][PIECES];
 #pragma unroll
-        for (int i = 0; i < SIXTEENS * 4; ++i) {
-            const float* pair = sum[i / 4][i / 2 % 2] + i % 2 * 2;
-            to(tile * TILE + i % 2 * 8 + lane / 4, (sixteen + i / 4) * 16 + i / 2 % 2 * 8 + lane % 4 * 2, pair[0], pair[1]);
+                for (int i = 0; i < SIXTEENS * PIECES; ++i) m[i / PIECES][i % PIECES] = load_table(table + (i / PIECES * STEPS * PIECES + i % PIECES) * 32);
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) {
+                    uint4 a[COUNT];
+                    first(tile + k, step, a);
+#pragma unroll
+                    for (int i = 0; i < SIXTEENS * PIECES * COUNT; ++i) {
+                        const int of_a = i % COUNT, piece = i / COUNT % PIECES, which = i / COUNT / PIECES;
+                        if (of_a + piece >= PIECES) continue;
+                        multiply_tile(sum[k][which][0], a[of_a], m[which][piece].x, m[which][piece].y, BF16());
+                        multiply_tile(sum[k][which][1], a[of_a], m[which][piece].z, m[which][piece].w, BF16());
+                    }
+                }
+            }
         }
-    }
+
+        // to(row, column, two sums): rows r and r + 8 of a tile, columns 2 c and the next.
+        template <class To>
+        __device__ __forceinline__ void each_pair(To to) const {
+            const int lane = threadIdx.x % 32;
+#pragma unroll
+            for (int i = 0; i < EACH * SIXTEENS * 4; ++i) {
+                const int upper = i % 2, half = i / 2 % 2, which = i / 4 % SIXTEENS, k = i / 4 / SIXTEENS;
+                to((tile + k) * TILE + upper * 8 + lane / 4, (sixteen + which) * 16 + half * 8 + lane % 4 * 2, sum[k][which][half][2 * upper], sum[k][which][half][2 * upper + 1]);
+            }
+        }
+    };
 
     // Adds c / m * norm * S^T signs where the channel is an outlier's, or is none. Each warp adds to numbers of its own.
     template <int M>
     __device__ __forceinline__ void estimate(const uint4* matrix, int signs, int norms, bool outliers) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / COLUMNS, sixteen = warp % COLUMNS * SIXTEENS;
-        if (warp >= PRODUCTS) return;
-        const unsigned* words = reinterpret_cast<const unsigned*>(page + signs) + (first + tile * TILE + lane / 4) * (M / 32);
-        const uint4* table = fragments<3>(matrix, M / 16, sixteen);
-        float sum[SIXTEENS][2][4] = {};
-#pragma unroll 1
-        for (int step = 0; step < M / 16; ++step, table += 3 * 32) {
+        Share<4> share;
+        if (!share.there()) return;
+        const int lane = threadIdx.x % 32;
+        const unsigned* words = reinterpret_cast<const unsigned*>(page + signs) + (first + lane / 4) * (M / 32);
+        share.template multiply<M / 16, 1>(matrix, [&](int tile, int step, uint4 (&a)[1]) {
+            const unsigned* from = words + tile * TILE * (M / 32) + step / 2;
             const int shift = lane % 4 * 8 + step % 2 * 4;
-            const unsigned x = words[step / 2] >> shift, y = words[8 * (M / 32) + step / 2] >> shift;
-            const uint4 a = make_uint4(ones(x), ones(y), ones(x >> 2), ones(y >> 2));
-#pragma unroll
-            for (int i = 0; i < SIXTEENS; ++i) {
-#pragma unroll
-                for (int piece = 0; piece < 3; ++piece) {
-                    const uint4 m = load_table(table + (i * (M / 16) * 3 + piece) * 32);
-                    multiply_tile(sum[i][0], a, m.x, m.y, BF16());
-                    multiply_tile(sum[i][1], a, m.z, m.w, BF16());
-                }
-            }
-        }
+            const unsigned x = from[0] >> shift, y = from[8 * (M / 32)] >> shift;
+            a[0] = make_uint4(ones(x), ones(y), ones(x >> 2), ones(y >> 2));
+        });
         const F16* norm = reinterpret_cast<const F16*>(page + norms) + first;
-        each_pair(sum, tile, sixteen, [&](int row, int column, float x, float y) {
+        share.each_pair([&](int row, int column, float x, float y) {
             const float size = mul(S::UNBIASING / M, widen(norm[row]));
             float* to = numbers + row * ROW + column;
             if (is_outlier(column) == outliers) to[0] = add(to[0], mul(x, size));
@@ -294,37 +355,62 @@ struct Unpacker {
 
     // Vectors times P inverted. Has a barrier, and ends with one.
     __device__ __forceinline__ void unrotate() {
-        const int warp = threadIdx.x / 32, tile = warp / COLUMNS, sixteen = warp % COLUMNS * SIXTEENS;
-        const uint4* matrix = side.unrotation + (S::ROTATE == 2 ? head * (D / 16 * (D / 16) * 3 * 32) : 0);
-        float sum[SIXTEENS][2][4];
-        if (warp < PRODUCTS) multiply_floats<D, ROW, TILE>(sum, numbers + tile * TILE * ROW, matrix, sixteen);
+        const uint4* matrix = side.unrotation + (S::ROTATE == 2 ? head * (D / 16 * (D / 16) * PIECES * 32) : 0);
+        const float* rows = numbers + threadIdx.x % 32 / 4 * ROW + threadIdx.x % 4 * 8;
+        Share<2> share;
+        if (share.there()) {
+            share.template multiply<D / 16, PIECES>(matrix, [&](int tile, int step, uint4 (&a)[PIECES]) {
+                const float* from = rows + tile * TILE * ROW + step / 2 * 32 + step % 2 * 4;
+                const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 8 * ROW);
+                unsigned pieces[4][3];
+                split(x.x, x.y, pieces[0]);
+                split(y.x, y.y, pieces[1]);
+                split(x.z, x.w, pieces[2]);
+                split(y.z, y.w, pieces[3]);
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i) a[i] = make_uint4(pieces[0][i], pieces[1][i], pieces[2][i], pieces[3][i]);
+            });
+        }
         __syncthreads();
-        if (warp < PRODUCTS) each_pair(sum, tile, sixteen, [&](int row, int column, float x, float y) { *reinterpret_cast<float2*>(numbers + row * ROW + column) = make_float2(x, y); });
+        if (share.there()) share.each_pair([&](int row, int column, float x, float y) { *reinterpret_cast<float2*>(numbers + row * ROW + column) = make_float2(x, y); });
         __syncthreads();
     }
 
     // ---- the model's numbers ----
 
-    // token: of the sequence, the chunk's first.
+    // token: of the sequence, the chunk's first. A thread has four channels of a token: two rotary pairs, or what is not turned.
     __device__ __forceinline__ void write(int token) const {
-        const int channel = threadIdx.x % (D / 2) * 2;
-        for (int row = threadIdx.x / (D / 2); row < TOKENS; row += THREADS / (D / 2)) put_pair(out(token + row, head) + channel, turned(row, channel), turned(row, channel + 1));
-    }
-    __device__ __forceinline__ float turned(int row, int channel) const {
-        const float x = centered(row, channel);
-        if constexpr (PAIRS > 0) {
-            if (channel >= S::ROPE_DIM) return x;
-            const bool second = S::INTERLEAVED ? channel % 2 : channel >= PAIRS;
-            const int pair = S::INTERLEAVED ? channel / 2 : channel % PAIRS, partner = S::INTERLEAVED ? channel ^ 1 : second ? channel - PAIRS : channel + PAIRS;
-            const float2 turn = angles[row * PAIRS + pair];
-            const float y = mul(centered(row, partner), turn.y);
-            return second ? add(mul(x, turn.x), y) : sub(mul(x, turn.x), y);
+        const int unit = threadIdx.x % (D / 4);
+        const bool turned = unit < PAIRS / 2, halves = turned && !S::INTERLEAVED;
+        const int a = halves ? 2 * unit : 4 * unit, b = halves ? a + PAIRS : a + 2;
+#pragma unroll 4
+        for (int row = threadIdx.x / (D / 4); row < TOKENS; row += THREADS / (D / 4)) {
+            float2 x = centered(row, a), y = centered(row, b);
+            if constexpr (PAIRS > 0) {
+                if (turned) {
+                    const float4 turn = *reinterpret_cast<const float4*>(angles + row * PAIRS + 2 * unit);
+                    if constexpr (S::INTERLEAVED) {
+                        turn_pair(x.x, x.y, turn.x, turn.y);
+                        turn_pair(y.x, y.y, turn.z, turn.w);
+                    } else {
+                        turn_pair(x.x, y.x, turn.x, turn.y);
+                        turn_pair(x.y, y.y, turn.z, turn.w);
+                    }
+                }
+            }
+            Model* to = out(token + row, head);
+            put_pair(to + a, x);
+            put_pair(to + b, y);
         }
-        return x;
     }
-    __device__ __forceinline__ float centered(int row, int channel) const {
-        const float x = numbers[row * ROW + channel];
-        if constexpr (S::CENTER) return add(x, side.mean[head * D + channel]);
+    static __device__ __forceinline__ void turn_pair(float& first, float& second, float cosine, float sine) {
+        const float x = sub(mul(first, cosine), mul(second, sine));
+        second = add(mul(second, cosine), mul(first, sine));
+        first = x;
+    }
+    __device__ __forceinline__ float2 centered(int row, int channel) const {
+        float2 x = *reinterpret_cast<const float2*>(numbers + row * ROW + channel);
+        if constexpr (S::CENTER) x = make_float2(add(x.x, side.mean[head * D + channel]), add(x.y, side.mean[head * D + channel + 1]));
         return x;
     }
 };

@@ -191,6 +191,7 @@ def _left() -> int:
 
 def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
+    from runtime.joined import HALVES, join_unit
     from runtime.pack_units import units as pack_units
     from runtime.units import units
     from runtime.unpack import units as unpack_units
@@ -198,7 +199,7 @@ def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     start, count = time.perf_counter(), 0
     bundle = bundle.shard(0, ranks)  # kernels know how many heads there are, not which
     for arch in archs:
-        wanted = [*units(bundle), *pack_units(bundle, arch), *unpack_units(bundle)]
+        wanted = [*units(bundle), *pack_units(bundle, arch), *unpack_units(bundle), *map(join_unit, HALVES)]
         for unit, seconds, resources in precompile(wanted, arch):
             count += 1
             registers = max((used.registers for used in resources.values()), default=0)

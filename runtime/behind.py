@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from runtime.cache import KVCache
-from runtime.exact import attention_behind, causal_attention, has_flash
+from runtime.exact import causal_attention
+from runtime.joined import Bounds, attention_behind, has_flash
 from runtime.transfer import to_device
 
 LAYER_BYTES = 256 << 20  # of one layer's numbers that graphs of prompts have room for
@@ -26,14 +27,17 @@ class Behind:
         self.keys, self.values = (torch.empty(size, dtype=side.dtype, device=side.device) for _ in range(2))
         self._which = torch.zeros(3, dtype=torch.int32, device=side.device)
         self._count = 0
+        self._bounds: Bounds | None = None  # of the pass, where flash attention takes its numbers
 
     def set(self, sequence: int) -> None:
         """The sequence that prompts of the next pass come behind, of at most `tokens`. Never waits."""
         self._count, offset = self.kv.lengths[sequence], self.kv.layers[0].offsets[sequence]
         self._which.copy_(to_device([sequence, self._count, offset], torch.int32, self._which.device))
 
-    def positions(self, m: int) -> Tensor:
-        """Of the next m tokens, int64 [m]; read on the device, as all of it is."""
+    def begin(self, b: int, m: int) -> Tensor:
+        """Before a pass over b rows of m tokens: their positions, int64 [m]; read on the device, as all of it is."""
+        if has_flash(self.keys.dtype, self.keys.device):
+            self._bounds = Bounds.of(self._which[1:2], b * m, self.kv.bundle.model.h_q)
         return self._which[1:].sum() + torch.arange(m, device=self._which.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -42,8 +46,8 @@ class Behind:
         Can be captured where `has_flash` says so.
         """
         self.kv.paged[layer].unpack(self._which, self.keys, self.values)
-        if has_flash(q.dtype, q.device):
-            return attention_behind(q, k, v, self.keys, self.values, self._which[1:2], scaling)
+        if self._bounds is not None:
+            return attention_behind(q, k, v, self.keys, self.values, self._bounds, scaling)
         before = (x[: self._count].transpose(0, 1).expand(len(q), -1, -1, -1) for x in (self.keys, self.values))
         keys, values = (torch.cat([x, own], 2) for x, own in zip(before, (k, v), strict=True))
         return causal_attention(q, keys, values, scaling).transpose(1, 2)

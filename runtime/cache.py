@@ -20,6 +20,7 @@ from runtime import jit, pack_units, unpack
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
+from runtime.joined import has_flash, join_unit
 from runtime.layer import CacheLayer
 from runtime.pack import Packer, check_all, forget_all
 from runtime.pack_factors import most_work_bytes
@@ -419,7 +420,9 @@ class KVCache:
     def begin_unpacking(self) -> None:
         """Begins to compile what prompts behind a sequence load, on a GPU: until then only those who need it wait."""
         if self.room.device.type == "cuda":
-            jit.begin(unpack.units(self.bundle, [self.paged[0].key.buffer.dtype]), self.room.device)
+            dtype = self.paged[0].key.buffer.dtype
+            joining = [join_unit(dtype)] if has_flash(dtype, self.room.device) else []
+            jit.begin([*unpack.units(self.bundle, [dtype]), *joining], self.room.device)
 
     @property
     def packers(self) -> SidePackers:

@@ -30,56 +30,6 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
 
 
-def has_flash(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `attention_behind` takes numbers of this type there."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-
-
-def attention_behind(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, count: Tensor, scaling: float
-) -> Tensor:
-    """Attention of m tokens of each row over tokens that all rows come behind, and their own: [b, m, h_q, d].
-
-    q [b, h_q, m, d], k and v [b, h_kv, m, d]; keys, values [room, h_kv, d], of which the first `count` are there, int32
-    [1], read on the device: so it can be captured in a graph. Where `has_flash` says so.
-
-    Both are attended apart, so that the tokens before are read once for all rows, and where queries are few in
-    stretches, so that all multiprocessors have some; what comes of it is added up by the sums of exponentials.
-    """
-    (b, h_q, m, _), rows = q.shape, q.transpose(1, 2)
-    some, stretches = b * m, _stretches(b * m * h_q, q.device)
-    ends = torch.arange(stretches + 1, device=q.device)
-    flat = rows.flatten(0, 1).repeat(stretches, 1, 1)
-    bounds = (count * ends // stretches).int(), (some * ends).int()
-    before, of_before = _flash(flat, keys, values, bounds[1], bounds[0], (some, keys.shape[0]), False, scaling)
-    own, of_own = _flash(rows, k.transpose(1, 2), v.transpose(1, 2), None, None, (m, m), True, scaling)
-    parts = torch.cat([before.unflatten(0, (stretches, some)), own.flatten(0, 1)[None]])
-    sums = torch.cat(
-        [of_before.unflatten(1, (stretches, some)).transpose(0, 1), of_own.transpose(0, 1).flatten(1)[None]]
-    )
-    sums = sums.masked_fill(sums == torch.inf, -torch.inf)  # flash attention's for no keys
-    weights = sums.softmax(0).transpose(1, 2)[..., None]
-    return (parts * weights).sum(0).to(q.dtype).unflatten(0, (b, m))
-
-
-def _stretches(rows: int, device: torch.device) -> int:
-    """Into which keys are divided for so many query rows: a multiprocessor takes 128 of them."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, processors // -(-rows // 128))
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, most: tuple[int, int], causal: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Flash attention with logarithms of the sums of exponentials, float32: of a batch [b, tokens, heads, d] and [b,
-    h_q, tokens], or where bounds of sequences are given, int32, of [all tokens, heads, d] and [h_q, all tokens]."""
-    out, sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, of_q, of_k, *most, 0.0, causal, False, scale=scaling
-    )
-    return out, sums
-
-
 def _lower_right(m: int, n: int) -> Tensor:
     """The mask of the last m of n tokens, in the form for which flash attention needs none."""
     from torch.nn.attention.bias import causal_lower_right  # here: it brings torch's compiler, which takes a second

@@ -14,8 +14,8 @@ from torch import Tensor
 from runtime.behind import Behind
 from runtime.cache import KVCache
 from runtime.decoding import Attend, Decoder, captured
-from runtime.exact import has_flash
 from runtime.intake import Intake
+from runtime.joined import has_flash
 from runtime.side import has_kernels
 from runtime.transfer import to_device
 
@@ -123,17 +123,19 @@ class Prompts:
         return logits
 
     def _pass(self, intake: Intake, counts: list[int]) -> Tensor:
-        behind = None
+        behind, longest = None, max(counts)
+        positions = torch.arange(longest, device=self.decoder.device)
         if self.source is not None:
             behind = Behind(self.kv, self.start)
             behind.set(self.source)
+            positions = behind.begin(len(counts), longest)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
             out = attended(self.kv, behind, layer, q, k, v, scaling)
             intake.give(layer, k, v)
             return out
 
-        return self._forward(counts, 0 if self.source is None else self.kv.layers[0].offsets[self.source], attend)
+        return self._forward(counts, positions, attend)
 
     def _forked(self, counts: list[int], source: int) -> Tensor:
         """Forks of the source, each of which attends to itself as it is packed."""
@@ -144,13 +146,14 @@ class Prompts:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
             return self.kv.layers[layer].attend(q, k, v, positions, real, scaling, self.sequences)
 
-        return self._forward(counts, self.kv.layers[0].offsets[source], attend)
+        positions = self.kv.layers[0].offsets[source] + self.start + torch.arange(max(counts))
+        return self._forward(counts, positions, attend)
 
-    def _forward(self, counts: list[int], offset: int, attend: Attend) -> Tensor:
-        longest, device = max(counts), self.decoder.device
+    def _forward(self, counts: list[int], positions: Tensor, attend: Attend) -> Tensor:
+        longest, device = len(positions), self.decoder.device
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts]).to(device)
-        positions = (offset + self.start + torch.arange(longest, device=device)).expand(len(counts), -1)
-        return self.decoder.forward(tokens, positions, attend, to_device([n - 1 for n in counts], torch.int64, device))
+        last, everyones = to_device([n - 1 for n in counts], torch.int64, device), positions.expand(len(counts), -1)
+        return self.decoder.forward(tokens, everyones, attend, last)
 
 
 def attended(kv: KVCache, behind: Behind | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -261,7 +264,7 @@ class PromptGraph:
 
     def _pass(self) -> Tensor:
         b, n = self.tokens.shape
-        positions = self.behind.positions(n) if self.behind else torch.arange(n, device=self.tokens.device)
+        positions = self.behind.begin(b, n) if self.behind else torch.arange(n, device=self.tokens.device)
         return self.decoder.forward(self.tokens, positions.expand(b, -1), self._attend, self.last)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:

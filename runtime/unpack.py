@@ -22,8 +22,9 @@ from runtime.rope import Rotation
 from runtime.side import Side
 from runtime.units import side_struct
 
-THREADS = 256
-BLOCKS = 2  # of each side on a multiprocessor
+# Threads of a block, and blocks of both sides that a multiprocessor is to hold: of formats with matrices, which a warp
+# reads once for more tokens, and of others.
+MATRICES, OTHERS = (256, 2), (128, 6)
 
 
 class _Side(ctypes.Structure):
@@ -62,8 +63,9 @@ class Unpacker:
         self.device = key.codec.device
         unit = unpack_unit(key.geometry, value.geometry, rotation.rope, self.dtype)
         self._kernel = jit.load(unit, self.device).kernel("unpack")
-        self._shared = max(shared_bytes(side.geometry, rotation.rope) for side in (key, value))
-        self._tables = [_tables(side.codec) for side in (key, value)]
+        self._threads, self._blocks = launched(key.geometry, value.geometry)
+        self._shared = max(shared_bytes(side.geometry, rotation.rope, self._threads) for side in (key, value))
+        self._tables = [_tables(side.codec, self.dtype) for side in (key, value)]
         self._inv_freq = rotation.inv_freq.to(self.device).contiguous()
         self._debug = jit.switch("SIGNPOST_DEBUG")
 
@@ -87,11 +89,11 @@ class Unpacker:
         sides = (("keys", self.key, keys), ("values", self.value, values))
         for i, (name, side, out) in enumerate(sides):
             setattr(made, ("key", "value")[i], self._side(name, side, self._tables[i], out))
-        most = max(_items(side.geometry, self.rotation.rope, out.shape[0]) for _, side, out in sides)
-        blocks = min(most, BLOCKS * self.processors)
+        most = max(_items(side.geometry, self._threads, out.shape[0]) for _, side, out in sides)
+        blocks = min(most, self._blocks * self.processors // 2)
         if blocks:
             stream = jit.current_stream(self.device)
-            self._kernel.launch((blocks, 2, 1), THREADS, self._shared, made, stream)
+            self._kernel.launch((blocks, 2, 1), self._threads, self._shared, made, stream)
 
     def _side(self, name: str, side: Side, tables: dict[str, Tensor], out: Tensor) -> _Side:
         shape, strides = side.geometry.shape, pieces.strides(out)
@@ -116,14 +118,16 @@ class Unpacker:
             check_ids(side.table[sequence : sequence + 1, :pages], 0, side.pool.capacity, sequence)
 
 
-def _tables(codec: Codec) -> dict[str, Tensor]:
-    """What the kernel reads of a side's tables, by the names in `_Side`; matrices as fragments of bfloat16 pieces."""
-    if "unpack" not in codec.derived:
-        codec.derived["unpack"] = _made(codec)
-    return codec.derived["unpack"]
+def _tables(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the kernel for numbers of `dtype` reads of a side's tables, by the names in `_Side`; matrices as fragments
+    of bfloat16 pieces, three for numbers of four bytes and two for others."""
+    key = "unpack", dtype
+    if key not in codec.derived:
+        codec.derived[key] = _made(codec, 3 if dtype == torch.float32 else 2)
+    return codec.derived[key]
 
 
-def _made(codec: Codec) -> dict[str, Tensor]:
+def _made(codec: Codec, pieces: int) -> dict[str, Tensor]:
     fmt, tables = codec.geometry.format, codec.tables
     found: dict[str, Tensor] = {n: tables[n].float() for n in ("scale", "zero", "mean") if n in tables}
     if fmt.dense:
@@ -133,33 +137,36 @@ def _made(codec: Codec) -> dict[str, Tensor]:
     if fmt.rotate:
         matrix = rotate.inverse_matrix(tables)
         each = matrix if matrix.dim() == 3 else matrix[None]
-        found["unrotation"] = torch.stack([fragments(x, torch.bfloat16) for x in each])
+        found["unrotation"] = torch.stack([fragments(x, torch.bfloat16, count=pieces) for x in each])
     if fmt.sketch:
-        found["sketch"] = fragments(tables["sketch"], torch.bfloat16)
+        found["sketch"] = fragments(tables["sketch"], torch.bfloat16, count=pieces)
     if fmt.sketch and fmt.sketch.outliers:
-        found["outlier_sketch"] = fragments(tables["outlier_sketch"], torch.bfloat16)
+        found["outlier_sketch"] = fragments(tables["outlier_sketch"], torch.bfloat16, count=pieces)
         found["outlier_mask"] = tables["outlier_mask"]
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _chunk(geometry: PageGeometry, rope: Rope) -> tuple[int, int, int]:
-    """Tokens and heads of an item, and pairs of channels that RoPE turns: as `signpost::Unpacker`."""
-    shape = geometry.shape
-    pairs = rope.dim // 2 if geometry.format.domain == "pre_rope" else 0
-    return min(shape.t, 32 if shape.d == 256 else 64), min(4, shape.h_kv) if pairs else 1, pairs
+def launched(key: PageGeometry, value: PageGeometry) -> tuple[int, int]:
+    """Threads of a block, and blocks of both sides that a multiprocessor is to hold."""
+    return MATRICES if any(side.format.rotate or side.format.sketch for side in (key, value)) else OTHERS
 
 
-def _items(geometry: PageGeometry, rope: Rope, tokens: int) -> int:
-    """Of a sequence of so many tokens."""
-    (chunk, heads, _), shape, window = _chunk(geometry, rope), geometry.shape, geometry.format.window
+def _items(geometry: PageGeometry, threads: int, tokens: int) -> int:
+    """Of a sequence of so many tokens, each of one head."""
+    shape, window = geometry.shape, geometry.format.window
     pages = window.pages(tokens, shape.t)
-    return pages * (shape.t // chunk) * -(-shape.h_kv // heads) + tokens - pages * shape.t
+    return pages * shape.h_kv * (shape.t // _chunk(geometry, threads)) + tokens - pages * shape.t
 
 
-def shared_bytes(geometry: PageGeometry, rope: Rope) -> int:
+def _chunk(geometry: PageGeometry, threads: int) -> int:
+    """Tokens of an item: `signpost::Unpacker::TOKENS`."""
+    return min(geometry.shape.t, 32 * threads // geometry.shape.d)
+
+
+def shared_bytes(geometry: PageGeometry, rope: Rope, threads: int) -> int:
     """Shared memory of a block: `signpost::Unpacker::BYTES`, which the unit asserts."""
-    tokens, _, pairs = _chunk(geometry, rope)
-    part = geometry.format.dense
+    tokens, part = _chunk(geometry, threads), geometry.format.dense
+    pairs = rope.dim // 2 if geometry.format.domain == "pre_rope" else 0
     return 4 * tokens * (geometry.shape.d + 4) + 8 * tokens * pairs + (4 << part.bits if part else 0)
 
 
@@ -174,19 +181,20 @@ def unpack_unit(key: PageGeometry, value: PageGeometry, rope: Rope, dtype: torch
     if shape.d not in (64, 128, 256):
         raise KernelError(f"head dimension {shape.d}: unpack kernels exist for 64, 128 and 256")
     model = f"{'' if dtype == torch.float32 else 'signpost::'}{INPUTS[dtype]}"
-    sizes = [shared_bytes(side, rope) for side in (key, value)]
+    threads, blocks = launched(key, value)
+    sizes = [shared_bytes(side, rope, threads) for side in (key, value)]
     source = f"""#include "unpack.cuh"
 {side_struct("Key", key, rope)}
 {side_struct("Value", value, None)}
 struct Plan {{
-    static constexpr int D = {shape.d}, H = {shape.h_kv}, THREADS = {THREADS};
+    static constexpr int D = {shape.d}, H = {shape.h_kv}, THREADS = {threads};
     using Model = {model};
 }};
 using Layers = signpost::UnpackParams;
 using Work = signpost::Unpack<Key, Value, Plan>;
 static_assert(Work::Keys::BYTES == {sizes[0]} && Work::Values::BYTES == {sizes[1]}, "runtime/unpack.py counts alike");
 static_assert(sizeof(Layers) == {ctypes.sizeof(_Params)}, "runtime/unpack.py has the same parameters");
-extern "C" __global__ void __launch_bounds__(Plan::THREADS, {BLOCKS})
+extern "C" __global__ void __launch_bounds__(Plan::THREADS, {blocks})
 unpack(const __grid_constant__ Layers layers) {{ Work::run(layers); }}
 """
     return Unit("unpack", source, ("unpack",))

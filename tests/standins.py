@@ -14,8 +14,8 @@ import runtime.behind
 import runtime.cache
 import runtime.decoding
 import runtime.engine
-import runtime.exact
 import runtime.intake
+import runtime.joined
 import runtime.prompts
 import runtime.side
 import runtime.step
@@ -24,6 +24,7 @@ from artifacts import PageGeometry
 from artifacts.geometry import SEGMENT_PAGES
 from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool
+from runtime.joined import Bounds
 from runtime.rope import Rotation
 from runtime.side import Side
 from runtime.units import Sharing, require_kernels
@@ -209,16 +210,16 @@ class Unpacker:
             out[sinks + packed.shape[0] : n] = side.window[sequence, newest % side.capacity]
 
 
-def flash(q, k, v, of_q, of_k, most, causal, scaling):
-    """`runtime.exact._flash` in float64, of bounds too that are known when it runs."""
-    if of_q is None:
-        whole = torch.tensor([0, q.shape[1]])
-        found = [flash(*row, whole, whole, most, causal, scaling) for row in zip(q, k, v, strict=True)]
+def flash(q, k, v, bounds, most, causal, scaling):
+    """`runtime.joined._flash` in float64, of bounds too that are known when it runs."""
+    if bounds is None:
+        whole = Bounds(*2 * [torch.tensor([0, q.shape[1]])])
+        found = [flash(*row, whole, most, causal, scaling) for row in zip(q, k, v, strict=True)]
         return torch.stack([out for out, _ in found]), torch.stack([sums for _, sums in found])
     g, outs, sums = q.shape[1] // k.shape[1], [], []
     k, v = (x.double().repeat_interleave(g, 1) for x in (k, v))
-    for i in range(len(of_q) - 1):
-        own, there = (slice(*x[i : i + 2].tolist()) for x in (of_q, of_k))
+    for i in range(len(bounds.queries) - 1):
+        own, there = (slice(*x[i : i + 2].tolist()) for x in bounds)
         scores = torch.einsum("qhd,khd->hqk", q[own].double(), k[there]) * scaling
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
@@ -227,6 +228,15 @@ def flash(q, k, v, of_q, of_k, most, causal, scaling):
         outs.append(torch.einsum("hqk,khd->qhd", weights, v[there]))
         sums.append(torch.where(of_rows == -torch.inf, torch.inf, of_rows))
     return torch.cat(outs).to(q.dtype), torch.cat(sums, 1).float()
+
+
+def join(before, of_before, own, of_own):
+    """`runtime.joined._join` in torch."""
+    b, m, h, _ = own.shape
+    parts = torch.cat([before.unflatten(0, (-1, b, m)), own[None]])
+    sums = torch.cat([of_before.view(h, -1, b, m).permute(1, 2, 3, 0), of_own.transpose(1, 2)[None]])
+    weights = sums.masked_fill(sums == torch.inf, -torch.inf).softmax(0)
+    return (parts * weights[..., None]).sum(0).to(own.dtype)
 
 
 def keep(sides: list[tuple[Tensor, Tensor]], tokens: Tensor) -> None:
@@ -275,5 +285,6 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "captured", captured)
     for module in (runtime.behind, runtime.prompts):
         monkeypatch.setattr(module, "has_flash", lambda dtype, device: True)
-    monkeypatch.setattr(runtime.exact, "_flash", flash)
-    monkeypatch.setattr(runtime.exact, "_stretches", lambda rows, device: max(1, 40 // rows))
+    monkeypatch.setattr(runtime.joined, "_flash", flash)
+    monkeypatch.setattr(runtime.joined, "_join", join)
+    monkeypatch.setattr(runtime.joined, "stretches_for", lambda rows, device: max(1, 40 // rows))

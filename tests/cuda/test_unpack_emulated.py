@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
-from runtime import KVCache
+from runtime import KVCache, joined
 from runtime.jit import KernelError
 from runtime.unpack import Unpacker, unpack_unit
+from tests import standins
 from tests.cuda.emulated import stand_in
 from tests.formats import CASES, cache_numbers
 
@@ -53,8 +54,11 @@ def test_numbers_of_all_formats(emulated, index):
         fresh = torch.empty(case.h_kv, 0, case.d, dtype=dtype)
         for mine, side in zip(got, (layer.key, layer.value), strict=True):
             wanted = layer._dense_side(i, side, fresh, torch.float32).transpose(0, 1)
-            # The numbers are sums of floats in another order, then rounded to the model's: one unit in the last place.
-            near = wanted.abs() * torch.finfo(dtype).eps + 4e-6 * wanted.abs().amax()
+            # Sums of floats in another order, then rounded to the model's: one unit in the last place. Matrices have 16
+            # bits where that rounds to 11 or 8.
+            near = (
+                wanted.abs() * torch.finfo(dtype).eps + (4e-6 if dtype == torch.float32 else 3e-5) * wanted.abs().amax()
+            )
             wrong = (mine[:n].float() - wanted).abs() > near
             assert not wrong.any(), (side.geometry.shape.side, wrong.nonzero()[:4], int(wrong.sum()))
             exact = [*range(min(n, side.format.window.sinks)), n - 1]
@@ -79,3 +83,21 @@ def test_what_has_no_kernel():
     sides = layer.key.geometry, layer.value.geometry
     with pytest.raises(KernelError, match=r"numbers of torch\.float64"):
         unpack_unit(*sides, kv.rotation.rope, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stretches, b, m, h, d", [(1, 1, 1, 1, 64), (3, 2, 5, 3, 64), (4, 1, 9, 2, 256)])
+def test_joined_attention(dtype, stretches, b, m, h, d, monkeypatch):
+    """Parts by their sums of exponentials, those without keys not at all; rounded once."""
+    stand_in(monkeypatch)
+    torch.manual_seed(d)
+    before, own = torch.randn(stretches * b * m, h, d).to(dtype), torch.randn(b, m, h, d).to(dtype)
+    of_before, of_own = 30 * torch.randn(h, stretches * b * m), 30 * torch.randn(b, h, m)
+    if stretches > 1:
+        of_before.view(h, stretches, b * m)[:, 1] = torch.inf
+        before.view(stretches, b * m, h, d)[1] = torch.nan
+    out = joined._join(before, of_before, own, of_own)
+    before = before.nan_to_num()
+    exact = standins.join(before.double(), of_before.double(), own.double(), of_own.double())
+    assert out.dtype == dtype
+    assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6).all()

@@ -9,9 +9,9 @@ import runtime.behind
 from artifacts import Dense, Format, Window
 from runtime import Engine, KVCache
 from runtime.behind import most_behind
-from runtime.exact import attention_behind
 from runtime.hf_decoder import HFDecoder
 from runtime.intake import PromptRows
+from runtime.joined import Bounds, attention_behind
 from runtime.prompts import Prompt, PromptGraphs, Prompts
 from tests.oracles.attention import attention
 from tests.runtime.test_engine import MODEL, prompt
@@ -68,7 +68,8 @@ def test_attention_behind_is_that_over_both(b, m, g, count, monkeypatch):
     q, k, v = (torch.randn(b, heads, m, 8) for heads in (2 * g, 2, 2))
     keys, values = torch.randn(2, 100, 2, 8)
     keys[count:] = values[count:] = torch.nan
-    out = attention_behind(q, k, v, keys, values, torch.tensor([count], dtype=torch.int32), 0.3)
+    bounds = Bounds.of(torch.tensor([count], dtype=torch.int32), b * m, 2 * g)
+    out = attention_behind(q, k, v, keys, values, bounds, 0.3)
     for row in range(b):
         both = [torch.cat([x[:count].transpose(0, 1), own[row]], 1) for x, own in ((keys, k), (values, v))]
         exact = attention(q[row].double().numpy(), *(x.double().numpy() for x in both), 0.3)

@@ -756,10 +756,10 @@ def test_compile_command_fills_the_cache(bundle, cache, capsys, monkeypatch):
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == [
-        f"{arch} {unit}" for arch in ("sm_90a", "sm_80") for unit in ("fill", "layers2", "unpack")
+        f"{arch} {unit}" for arch in ("sm_90a", "sm_80") for unit in ("fill", "layers2", "unpack", "join", "join")
     ]
     assert all("registers, 0 bytes spilled" in line for line in lines[:-1])
-    assert lines[-1].startswith("6 units in ")
+    assert lines[-1].startswith("10 units in ")
     assert lines[-1].endswith(f" s, in {cache}")
     assert err == ""
     monkeypatch.setenv("SIGNPOST_NO_COMPILE", "1")
