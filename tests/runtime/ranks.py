@@ -35,10 +35,10 @@ FORMATS = {"kivi": kivi(2, t=32, recent=5), "kvquant": kvquant(3, t=32)}
 IDS, MASK = batch(57, 90)
 
 
-def loaded(folder: Path, name: str, sharded: bool) -> PreTrainedModel:
+def loaded(folder: Path, name: str, sharded: bool, dtype: str = "float32") -> PreTrainedModel:
     """A model of the folder; there is no tokenizer to load."""
     with patch.object(AutoTokenizer, "from_pretrained"):
-        return load_causal_lm(str(folder / name), "float32", "auto", sharded=sharded)[0]
+        return load_causal_lm(str(folder / name), dtype, "auto", sharded=sharded)[0]
 
 
 @torch.no_grad()
