@@ -88,6 +88,22 @@ __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b);
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float quotient(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
+// To two or three units in the last place, one instruction or two; numbers too small to be normal are zero.
+__device__ __forceinline__ float near_quotient(float a, float b) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+    return a * y;
+}
+__device__ __forceinline__ float near_root(float a) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
+    return y;
+}
+__device__ __forceinline__ float near_inverse_root(float a) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
+    return y;
+}
 __device__ __forceinline__ float as_float(unsigned x) { return __uint_as_float(x); }
 __device__ __forceinline__ unsigned as_word(float x) { return __float_as_uint(x); }
 
@@ -216,6 +232,12 @@ __device__ __forceinline__ bool finite_pair(unsigned x, BF16) { return (x & 0x7F
 __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& low) {
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
+}
+
+// The same in two instructions: the first piece cut off, not rounded. The matrix instruction cuts off what the other has too much.
+__device__ __forceinline__ void cut_float(float x, unsigned& high, unsigned& low) {
+    high = as_word(x) & 0xFFFFE000u;
+    low = as_word(sub(x, as_float(high)));
 }
 
 // Bounds beyond which every number that is not finite lies, NaN included.

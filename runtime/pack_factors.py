@@ -17,7 +17,7 @@ ENTRIES = ("gram", "directions", "project")
 MOST_RANK = 8  # columns of a matrix instruction
 PROJECTED = 256  # tokens of a CTA: `Project::TOKENS`
 ROOM = 640 << 20  # bytes of work space: what is packed at once is what fits
-LAYERS_ROOM = 64 << 20  # bytes of it that several layers of prompts take at most: of few tokens they share launches
+LAYERS_ROOM = 256 << 20  # bytes of it that several layers of prompts take at most: of few tokens they share launches
 CTAS = 768  # that sum up products at least, if there are tokens enough: some for each multiprocessor
 LEAST_TOKENS, MOST_SPLITS = 256, 16  # of a CTA, of a matrix
 
@@ -41,10 +41,11 @@ def launches(geometry: PageGeometry) -> dict[str, Launch]:
     """Of each entry. The unit asserts that the kernels count threads and shared memory alike."""
     d, n = geometry.shape.d, -(-columns(geometry) // 4) * 4
     sketched = d * 32 if geometry.format.sketch else 0
+    wide, blocks = (8, {64: 6, 128: 4, 256: 1}) if n <= 8 else (16, {64: 5, 128: 3, 256: 1})
     eigen = -(-3 * n * (n + 1) // 4) * 16
     return {
         "gram": Launch(d, 4 * 16 * (d + 8) * 4, {64: 6, 128: 3, 256: 1}[d]),
-        "directions": Launch(2 * d, 8 * d * n + 4 * d + eigen + 64, {64: 4, 128: 2, 256: 1}[d]),
+        "directions": Launch(2 * d, 8 * d * n + d // 4 * wide + eigen + 64 + 8 * wide * (d + 16), blocks[d]),
         "project": Launch(128, 64 * d + sketched, 4),
     }
 

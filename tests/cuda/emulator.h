@@ -22,6 +22,9 @@ inline float sub(float a, float b) { return a - b; }
 inline float mul(float a, float b) { return a * b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float root(float a) { return std::sqrt(a); }
+inline float near_quotient(float a, float b) { return a / b; }
+inline float near_root(float a) { return std::sqrt(a); }
+inline float near_inverse_root(float a) { return 1.0f / std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 // As on a GPU: shared memory does not start at 0, and the highest eight bits say which CTA of its cluster has it.
 constexpr int SHARED_START = 1024;
@@ -112,6 +115,7 @@ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
 inline unsigned tensor_float(float x) { return (as_word(x) + 0x1000u) & ~0x1FFFu; }
 
 // Lane 4 r + c of a: rows r and r + 8 (words 0 and 1) of column c; words 2 and 3: column c + 4. Of b: those rows of column r. Of sum as above.
+// What a number has beyond 11 bits is cut off.
 inline void multiply_floats8(float (&sum)[4], uint4 a, unsigned b0, unsigned b1) {
     const uint64_t mine[3] = {a.x | static_cast<uint64_t>(a.y) << 32, a.z | static_cast<uint64_t>(a.w) << 32, b0 | static_cast<uint64_t>(b1) << 32};
     uint64_t all[3][32];
@@ -120,8 +124,8 @@ inline void multiply_floats8(float (&sum)[4], uint4 a, unsigned b0, unsigned b1)
     for (int i = 0; i < 4; ++i) {
         double total = sum[i];
         for (int k = 0; k < 8; ++k) {
-            const unsigned x = static_cast<unsigned>(all[k / 4][lane / 4 * 4 + k % 4] >> 32 * (i / 2));
-            const unsigned y = static_cast<unsigned>(all[2][(lane % 4 * 2 + i % 2) * 4 + k % 4] >> 32 * (k / 4));
+            const unsigned x = static_cast<unsigned>(all[k / 4][lane / 4 * 4 + k % 4] >> 32 * (i / 2)) & ~0x1FFFu;
+            const unsigned y = static_cast<unsigned>(all[2][(lane % 4 * 2 + i % 2) * 4 + k % 4] >> 32 * (k / 4)) & ~0x1FFFu;
             total += static_cast<double>(as_float(x)) * static_cast<double>(as_float(y));
         }
         sum[i] = static_cast<float>(total);
