@@ -41,8 +41,12 @@ def unpacked(kv, layer, sequence, room, dtype):
     return out
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
-def test_numbers_of_all_formats(emulated, index):
+# One in two: tests/gpu/test_unpack.py has all of them.
+CHOSEN = [*range(0, len(CASES), 2)]
+
+
+@pytest.mark.parametrize("index", CHOSEN, ids=[CASES[i].name for i in CHOSEN])
+def test_numbers_of_formats(emulated, index):
     """Two sequences, one of them all exact; pages lie in another order than tokens."""
     case, dtype = CASES[index], DTYPES[index % 3]
     key, value = case.key, case.value
