@@ -9,7 +9,7 @@ namespace signpost {
 
 struct JoinParams {
     const uint4* before;       // Model [stretches][t][h][pieces]: over stretches of keys
-    const float* of_before;    // [h][stretches][t]: logarithms of sums of exponentials; infinity where there were no keys
+    const float* of_before;    // [h][stretches][t]: logarithms of sums of exponentials; infinity where there were no keys (or NaN among them)
     const uint4* own;          // Model [t][h][pieces]: over other keys
     const float* of_own;       // [t / m][h][m]
     uint4* out;                // Model [t][h][pieces]

@@ -209,8 +209,14 @@ __device__ __forceinline__ N* remote(N* mine, int rank) {
     return mine;
 #endif
 }
+__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(x.y), "f"(x.x));
+    return y;
+}
 #else
 __device__ __forceinline__ F16 narrow(float x) { return narrow_to<F16>(x); }
+__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) { return bfloat_bits(x.x) | bfloat_bits(x.y) << 16; }
 #endif
 
 __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), F16()); }
@@ -219,10 +225,6 @@ __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpre
 
 // Two numbers to neighbours of two bytes each, ties to even.
 __device__ __forceinline__ unsigned narrow_pair(float2 x, F16) { return narrow(x.x).bits | static_cast<unsigned>(narrow(x.y).bits) << 16; }
-__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) {
-    const unsigned low = as_word(x.x), high = as_word(x.y);
-    return (low + 0x7FFFu + (low >> 16 & 1u)) >> 16 | ((high + 0x7FFFu + (high >> 16 & 1u)) & 0xFFFF0000u);
-}
 
 // Whether both of a pair are numbers, and finite.
 __device__ __forceinline__ bool finite_pair(unsigned x, F16) { return (x & 0x7C00u) != 0x7C00u && (x & 0x7C000000u) != 0x7C000000u; }

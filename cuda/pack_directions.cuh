@@ -191,7 +191,7 @@ struct Directions {
         scale = sound ? quotient(1.0f, trace) : 0.0f;
     }
 
-    // Row threadIdx.x of G V / trace. Has barriers; `product` is free, and V may be written, behind it.
+    // G V / trace: `product`, and its row threadIdx.x. Has a barrier, behind which V may be written.
     //
     // On tensor cores, a warp 16 rows: lane 4 r + c has channels 4 c ... of sixteen of rows r and r + 8, and of V's columns r. Both are sums of
     // two pieces of TF32, 20 bits at least.
@@ -290,8 +290,6 @@ struct Directions {
         const Eigen eigen{reinterpret_cast<float*>(shared + EIGEN_AT)};
         float x[N];
         multiply(x);
-        if (has_row()) put(product, x);
-        __syncthreads();
         for (int i = threadIdx.x; i < N * N; i += THREADS) {
             const int a = i / N, b = i % N;
             float sum = 0.0f;  // of both products, which differ by rounding alone

@@ -55,7 +55,13 @@ struct Unpacker {
     using Model = typename P::Model;
     using Order = SliceOrder<P::D, TILE, VALUES>;
     static constexpr int T = S::T, D = P::D, H = P::H, THREADS = P::THREADS, WARPS = THREADS / 32;
-    static constexpr int MOST = 32 * THREADS / D, TOKENS = T < MOST ? T : MOST, CHUNKS = T / TOKENS, TILES = TOKENS / TILE;  // a run of codes for each thread
+    // Of an item: a power of two that divides the page's, at most a run of codes for each thread.
+    static constexpr int chunk() {
+        int tokens = 32 * THREADS / D;
+        while (T % tokens) tokens /= 2;
+        return tokens;
+    }
+    static constexpr int TOKENS = chunk(), CHUNKS = T / TOKENS, TILES = TOKENS / TILE;
     static constexpr int PAIRS = S::ROPE_DIM / 2, MOST_HEADS = PAIRS ? 4 : 1;  // of an item
     static constexpr int ROW = D + 4;  // floats from one token to the next: other banks, pieces of 16 bytes
     static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of matrices, 8 bits each: numbers of two bytes have 11 at most
@@ -64,6 +70,7 @@ struct Unpacker {
     // Shared memory: numbers f32 [TOKENS][ROW], angles (cos, sin) [TOKENS][PAIRS], the codebook f32 [2^BITS].
     static constexpr int ANGLES_AT = 4 * TOKENS * ROW, VALUES_AT = ANGLES_AT + 8 * TOKENS * PAIRS, BYTES = VALUES_AT + (S::BITS ? 4 << S::BITS : 0);
     static_assert(S::ROPE_DIM % 4 == 0, "a thread turns two pairs");
+    static_assert(T % TILE == 0 && TOKENS % TILE == 0, "pages are whole tiles of 16 tokens");
 
     const UnpackParams& params;
     const UnpackSide& side;

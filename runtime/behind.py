@@ -1,6 +1,7 @@
 """Tokens that prompts come behind, on the GPU: a sequence of the cache, whose numbers are unpacked layer by layer.
 
-All prompts of a pass come behind the same sequence, so it is unpacked and attended once for all of them.
+All prompts of a pass come behind the same sequence, so it is unpacked once for all of them, and attended once where
+flash attention takes the model's numbers.
 """
 
 import torch

@@ -161,7 +161,7 @@ class LayerCache(CacheLayer):
 
     def _attend_dense(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """The same by decoding all pages first: for many queries at once."""
-        if has_kernels(self.device):
+        if has_kernels(self.device) and self.lengths[i]:
             keys, values = self._unpacked(i, k, v)
         else:
             keys, values = (self._dense_side(i, side, x, q.dtype) for side, x in ((self.key, k), (self.value, v)))

@@ -226,12 +226,14 @@ class Engine:
         """Graphs of prompts. Where there is no memory for them, the steps are there all the same."""
         if self._short and isinstance(steps, DeviceSteps):
             try:
-                behind = most_behind(self.kv) if self.kv.b > self.sequences else 0
-                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool, behind)
+                self._graphs = PromptGraphs(self.decoder, self.kv, self._short, self.sequences, steps.pool)
+                if self.kv.b > self.sequences:
+                    self._graphs.add_behind(most_behind(self.kv))
             except torch.OutOfMemoryError as error:
+                whose = "behind prefixes " if self._graphs else ""
                 error.add_note(
-                    f"for graphs of prompts of up to {self._short} tokens (short={self._short}): this engine goes on "
-                    "without them; make it with short=0, or fewer tokens, or give the cache a smaller budget"
+                    f"for graphs of prompts {whose}of up to {self._short} tokens (short={self._short}): this engine "
+                    "goes on without them; make it with short=0, or fewer tokens, or give the cache a smaller budget"
                 )
                 raise
 

@@ -76,8 +76,8 @@ class CacheLayer(ABC):
         self._append(sequence, k, v, self.offsets[sequence] if self.lengths[sequence] else offset)
 
     def append_prompts(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: Sequence[int]) -> None:
-        """Appends to each of these empty sequences the first counts[row] tokens of its row of k, v [rows, h_kv, n, d],
-        attended elsewhere. Raises as `append`."""
+        """Appends to each of these sequences, empty or forks of one, the first counts[row] tokens of its row of k, v
+        [rows, h_kv, n, d], attended elsewhere. Raises as `append`."""
         for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
             self.append(i, k[row, :, :n], v[row, :, :n])
 

@@ -141,11 +141,7 @@ class Packer:
         params.prompt, params.prompt_first = source(self._checked(x)), first_token
         if ring is not None:
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
-        oldest = first_page * self.geometry.shape.t + self.geometry.format.window.sinks
-        if oldest < first_token and ring is None:
-            raise KernelError(
-                f"page {first_page} begins at token {oldest}, before the first given one ({first_token}): pass the ring"
-            )
+        self._require_ring(first_page, first_token, ring)
         if self._debug:
             check_ids(table[:, first_page : first_page + pages], first_page, pool.capacity)
         self._pack_prompts([params], table.shape[0], first_page, pages)
@@ -170,6 +166,7 @@ class Packer:
         layers: numbers of the codecs; pools, numbers, rings: of each of these. rows: int32 [b], which row of the
         numbers each sequence of the tables has; None: in their order. A ring of one row is all sequences'.
         """
+        self._require_ring(first_page, first_token, rings)
         if self._debug:
             check_ids(table[:, first_page : first_page + pages], first_page, min(pool.capacity for pool in pools))
         alike, made = self._tables(table, offsets, segments, rows), []
@@ -177,11 +174,18 @@ class Packer:
             params = self._bound(layer, pool, alike)
             params.prompt, params.prompt_first = source(self._checked(x)), first_token
             made.append(params)
-        for params, ring in zip(made, rings or (), strict=False):
+        for params, ring in zip(made, rings, strict=True) if rings is not None else ():
             params.ring, params.ring_capacity = source(self._checked(ring)), ring.shape[1]
         together = self._together(table.shape[0], pages)
         for first in range(0, len(made), together):
             self._pack_prompts(made[first : first + together], table.shape[0], first_page, pages)
+
+    def _require_ring(self, first_page: int, first_token: int, given: object | None) -> None:
+        oldest = first_page * self.geometry.shape.t + self.geometry.format.window.sinks
+        if oldest < first_token and given is None:
+            raise KernelError(
+                f"page {first_page} begins at token {oldest}, before the first given one ({first_token}): pass the ring"
+            )
 
     def _together(self, b: int, pages: int) -> int:
         """Layers that are packed at once, so many pages of prompts in b sequences."""

@@ -172,23 +172,35 @@ class PromptGraphs:
     tokens     of a pass at most, with what fills prompts up
     sequences  prompts of a pass at most
     pool       of the graphs' memory
-    behind     tokens that prompts may come behind: these have graphs of their own, with room for one layer's numbers of
-               so many in full precision; 0: no such graphs, nor are there any where flash attention does not take the
-               model's numbers
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any, behind: int = 0):
-        self.tokens = tokens
-        numbers, sizes = prompt_numbers(decoder, kv, tokens), graph_sizes(tokens, sequences)
-        self.behind = Behind(kv, behind) if behind and has_flash(decoder.dtype, kv.room.device) else None
-        kinds = [None, *([self.behind] if self.behind else [])]
+    def __init__(self, decoder: Decoder, kv: KVCache, tokens: int, sequences: int, pool: Any):
+        self.decoder, self.kv, self.tokens, self.sequences, self._pool = decoder, kv, tokens, sequences, pool
+        self._numbers = prompt_numbers(decoder, kv, tokens)
+        self.behind: Behind | None = None
+        self.graphs = self._made(None)
+
+    def add_behind(self, tokens: int) -> None:
+        """As many graphs for prompts that come behind a sequence of at most so many tokens, with room for one layer's
+        numbers of it in full precision; none where flash attention does not take the model's numbers.
+
+        Raises ValueError for a cache that grows: these graphs know where its pages are.
+        """
+        if self.kv.room.max_tokens is None:
+            raise ValueError("graphs cannot follow a cache that grows: say the most that it holds (max_tokens=)")
+        if has_flash(self.decoder.dtype, self.kv.room.device):
+            behind = Behind(self.kv, tokens)
+            self.graphs |= self._made(behind)
+            self.behind = behind
+
+    def _made(self, behind: Behind | None) -> dict[tuple[int, int, bool], "PromptGraph"]:
+        """By rows, tokens of each, and whether they come behind a sequence."""
         # The largest first: smaller ones find room in its memory.
         made = [
-            ((b, n, kind is not None), PromptGraph(decoder, kv, b, n, numbers, pool, kind))
-            for b, n in reversed(sizes)
-            for kind in kinds
+            ((b, n, behind is not None), PromptGraph(self.decoder, self.kv, b, n, self._numbers, self._pool, behind))
+            for b, n in reversed(graph_sizes(self.tokens, self.sequences))
         ]
-        self.graphs = dict(reversed(made))
+        return dict(reversed(made))
 
     def fitting(self, rows: int, longest: int, before: int = 0) -> "PromptGraph | None":
         """The smallest for so many prompts, the longest of which has so many tokens, that come behind so many; None if

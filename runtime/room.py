@@ -199,8 +199,8 @@ class Room:
         return self._inputs
 
     def which(self, sequence: int, n: int, offset: int) -> Tensor:
-        """A sequence, its tokens and the position of token 0 where kernels read them, int32 [3]; layers of one pass ask
-        alike."""
+        """A sequence, its tokens and the position of token 0 where kernels read them, int32 [3]; the last one is kept,
+        because layers of a pass over one sequence ask alike."""
         if self._which is None or self._which[0] != (sequence, n, offset):
             self._which = (sequence, n, offset), to_device([sequence, n, offset], torch.int32, self.device)
         return self._which[1]

@@ -160,7 +160,10 @@ def _items(geometry: PageGeometry, threads: int, tokens: int) -> int:
 
 def _chunk(geometry: PageGeometry, threads: int) -> int:
     """Tokens of an item: `signpost::Unpacker::TOKENS`."""
-    return min(geometry.shape.t, 32 * threads // geometry.shape.d)
+    tokens = 32 * threads // geometry.shape.d
+    while geometry.shape.t % tokens:
+        tokens //= 2
+    return tokens
 
 
 def shared_bytes(geometry: PageGeometry, rope: Rope, threads: int) -> int:

@@ -418,6 +418,31 @@ def test_prompts_of_several_layers(name, geometry, rope, few, monkeypatch):
             assert torch.equal(getattr(mine, store), getattr(alone, store))
 
 
+@pytest.mark.parametrize("name, geometry, rope", TOGETHER, ids=[side[0] for side in TOGETHER])
+def test_prompts_behind_a_sequence_that_they_share(name, geometry, rope, monkeypatch):
+    """Their first pages begin with tokens of its ring: as each prompt behind a ring of its own."""
+    packer, _, _ = factorizing(geometry, rope, monkeypatch, layers=2)
+    shape, sinks, pages = geometry.shape, geometry.format.window.sinks, 2
+    start, capacity = sinks + shape.t + 5, shape.t + 16  # a page and some tokens behind it
+    x = numbers("grid", (2, 3, start + pages * shape.t, shape.h_kv, shape.d), 1, torch.float16)
+    rings = [ring_of(layer[0], start, capacity, sinks)[None] for layer in x]
+    table, rows = torch.tensor([[4, 1, 0], [4, 3, 2]], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    segments = torch.tensor([[0, 1, 1], [0, 2, 2]], dtype=torch.int32)
+    offsets = torch.full((2,), 7, dtype=torch.int32)
+    got, wanted = ([poisoned(geometry, 5, segments=3) for _ in range(2)] for _ in range(2))
+    behind = list(x[:, :, start:])
+    packer.prompts([0, 1], got, table, behind, pages, offsets, segments, rows, 1, start, rings)
+    for layer, pool in enumerate(wanted):
+        own, ring = behind[layer][rows.long()], rings[layer].expand(2, -1, -1, -1).contiguous()
+        packer.prompt(pool, table, own, 1, pages, start, ring, offsets, segments, layer)
+    packer.check()
+    for mine, alone in zip(got, wanted, strict=True):
+        for store in ("heads", "records", "segments"):
+            assert torch.equal(getattr(mine, store), getattr(alone, store))
+    with pytest.raises(pack.KernelError, match=r"before the first given one .*: pass the ring"):
+        packer.prompts([0, 1], got, table, behind, pages, offsets, segments, rows, 1, start)
+
+
 def test_tokens_of_prompts_are_kept(monkeypatch):
     """Of more sides than a launch takes, from views whose heads lie apart; nothing else is touched."""
     stand_in(monkeypatch)

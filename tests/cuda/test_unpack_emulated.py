@@ -5,12 +5,13 @@ import shutil
 import pytest
 import torch
 
+from artifacts import Dense, Format, LowRank, Rope, Sparse, Window
 from runtime import KVCache, joined
 from runtime.jit import KernelError
 from runtime.unpack import Unpacker, unpack_unit
 from tests import standins
 from tests.cuda.emulated import stand_in
-from tests.formats import CASES, cache_numbers
+from tests.formats import CASES, Case, cache_numbers
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -47,8 +48,12 @@ CHOSEN = [*range(0, len(CASES), 2)]
 
 @pytest.mark.parametrize("index", CHOSEN, ids=[CASES[i].name for i in CHOSEN])
 def test_numbers_of_formats(emulated, index):
+    """Of all types of numbers."""
+    check(CASES[index], DTYPES[index % 3])
+
+
+def check(case, dtype):
     """Two sequences, one of them all exact; pages lie in another order than tokens."""
-    case, dtype = CASES[index], DTYPES[index % 3]
     key, value = case.key, case.value
     longest = max(f.window.sinks + f.window.recent + f.t for f in (key, value)) + max(key.t, value.t) + 3
     kv, layer = filled(case, dtype, (longest, 3))
@@ -67,6 +72,21 @@ def test_numbers_of_formats(emulated, index):
             assert not wrong.any(), (side.geometry.shape.side, wrong.nonzero()[:4], int(wrong.sum()))
             exact = [*range(min(n, side.format.window.sinks)), n - 1]
             assert torch.equal(mine[exact].float(), wanted[exact])
+
+
+@pytest.mark.parametrize(("t", "d"), [(16, 128), (128, 64), (128, 256), (96, 64), (80, 128)])
+def test_pages_of_other_sizes(emulated, t, d):
+    """Of fewer tokens than a block takes at once, of more, and of no multiple of these."""
+    key = Format(t, Dense(3, "channel", 16), Sparse(0.02, "channel", "online"), Window(1, 5), "pre_rope")
+    value = Format(t, Dense(4, "token"), window=Window(1, 5), lowrank=LowRank(2, 1))
+    check(Case("pages", key, value, 2, 2, d, Rope(d, "half", 1.0, "default")), torch.float16)
+
+
+def test_numbers_that_are_none(emulated):
+    """In a window they stay what they are, and parts that hold nothing else do not become zeros."""
+    own = torch.full((1, 1, 1, 64), torch.nan, dtype=torch.bfloat16)
+    sums = torch.zeros(1, 1, 1)
+    assert joined._join(own[0], sums[0], own, sums).isnan().all()
 
 
 def test_what_is_not_written_to(emulated):

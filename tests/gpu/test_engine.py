@@ -113,6 +113,13 @@ def test_prompts_from_graphs(bundle, dtype) -> None:
         assert (one.float() - other.float()).norm() <= 0.05 * one.float().norm()
 
 
+def content(kv: KVCache, i: int) -> list[torch.Tensor]:
+    """Exact tokens and decoded pages of a sequence."""
+    sides = [(side, layer.lengths[i]) for layer in kv.paged for side in (layer.key, layer.value)]
+    exact = [x.clone() for side, n in sides for x in side.exact(i, n)]
+    return exact + [side.dense(i) for side, _ in sides if side.used[i]]
+
+
 @every_bundle
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("before", [3, 64, 333])
@@ -124,14 +131,13 @@ def test_prompts_behind_a_sequence(bundle, dtype, before) -> None:
     pool, found = torch.cuda.graph_pool_handle(), []
     for way in ("graphs", "pass", "chunks"):
         kv = KVCache(bundle, 5, 900, dtype, "cuda")
-        graphs = PromptGraphs(decoder, kv, 512, 4, pool, 600) if way == "graphs" else None
+        graphs = PromptGraphs(decoder, kv, 512, 4, pool) if way == "graphs" else None
         if graphs:
+            graphs.add_behind(600)
             assert bool(graphs.fitting(1, 10, before)) == (dtype != torch.float32)
             assert graphs.fitting(1, 10, 601) is None
         Prompt(decoder, kv, 4, prompt(before, 1), None).advance()
-        source = [
-            (side.dense(4), *side.exact(4, before)) for x in kv.paged for side in (x.key, x.value) if side.used[4]
-        ]
+        source = content(kv, 4)
         kept = []
         for counts in ([1], [129], [512], [64, 64, 3], [256, 200], [30, 20, 10, 30]):
             prompts = [prompt(n, n) for n in counts]
@@ -146,19 +152,12 @@ def test_prompts_behind_a_sequence(bundle, dtype, before) -> None:
             else:
                 kept.append(Prompts(decoder, kv, range(len(counts)), prompts, graphs, 4).advance().clone())
             assert kv.lengths == [before + n for n in counts] + [0] * (4 - len(counts)) + [before]
-            for layer in kv.paged:
-                for side in (layer.key, layer.value):
-                    for i in range(len(counts)):
-                        kept += [x.clone() for x in side.exact(i, layer.lengths[i])]
-                        kept += [side.dense(i)] if side.used[i] else []
+            kept += [x for i in range(len(counts)) for x in content(kv, i)]
             steps = DeviceSteps(decoder, kv, [4], capture=False)
             kept.append(steps.run(dict.fromkeys(range(len(counts)), 7)).clone())
             for i in range(4):
                 kv.release(i)
-        now = [(side.dense(4), *side.exact(4, before)) for x in kv.paged for side in (x.key, x.value) if side.used[4]]
-        assert all(
-            torch.equal(a, b) for one, two in zip(source, now, strict=True) for a, b in zip(one, two, strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(source, content(kv, 4), strict=True))
         found.append(kept)
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):

@@ -89,7 +89,9 @@ def test_several_behind_one_sequence(name, before, captured, monkeypatch):
                 capture(patch)
             kv = KVCache(ALL[name], 4, 200)
             Prompt(decoder, kv, 1, prompt(before), None).advance()
-            graphs = PromptGraphs(decoder, kv, 160, 3, object(), 100) if stands_in and captured else None
+            graphs = PromptGraphs(decoder, kv, 160, 3, object()) if stands_in and captured else None
+            if graphs:
+                graphs.add_behind(100)
             sequences = [3, 0, 2]
             if stands_in:
                 logits = Prompts(decoder, kv, sequences, prompts, graphs, source=1).advance()
@@ -174,6 +176,32 @@ def test_graphs_of_what_flash_attention_does_not_take():
     engine = Engine(HFDecoder(MODEL, ALL["kivi"]), ALL["kivi"], 2, 200, prefixes=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.prompts, "captured", lambda work, pool: (None, work()))
-        graphs = PromptGraphs(engine.decoder, engine.kv, 128, 2, object(), 100)
+        graphs = PromptGraphs(engine.decoder, engine.kv, 128, 2, object())
+        graphs.add_behind(100)
     assert graphs.fitting(1, 20) is not None
     assert graphs.fitting(1, 20, 5) is None
+
+
+def test_graphs_behind_what_grows(monkeypatch):
+    """They hold addresses of pages."""
+    capture(monkeypatch)
+    decoder, kv = HFDecoder(MODEL, ALL["kivi"]), KVCache(ALL["kivi"], 2)
+    with pytest.raises(ValueError, match=r"a cache that grows: say the most that it holds \(max_tokens=\)"):
+        PromptGraphs(decoder, kv, 128, 2, object()).add_behind(100)
+
+
+def test_without_memory_for_graphs_behind_prefixes(monkeypatch):
+    """Those of other prompts are there all the same, and it is told which are not."""
+    stand_in(monkeypatch)
+    capture(monkeypatch)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("somebody else took it")
+
+    engine = engine_for("kvquant")
+    monkeypatch.setattr(runtime.prompts, "Behind", fail)
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        engine.prepare()
+    assert "graphs of prompts behind prefixes of up to 200 tokens" in str(found.value.__notes__)
+    assert engine._graphs.fitting(1, 50) is not None
+    assert engine._graphs.fitting(1, 50, 20) is None
