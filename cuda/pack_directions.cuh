@@ -60,10 +60,9 @@ struct Jacobi {
     // Whether what is beside the diagonal is below the rounding of the largest eigenvalue. The same for all threads.
     __device__ __forceinline__ static bool diagonal(const float* a) {
         float most = 0.0f, beside = 0.0f;
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < N; ++i) {
             most = fmaxf(most, fabsf(a[i * (ROW + 1)]));
-#pragma unroll
             for (int j = i + 1; j < N; ++j) beside = fmaxf(beside, fabsf(a[i * ROW + j]));
         }
         return beside <= 6e-8f * most;

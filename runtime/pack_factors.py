@@ -41,7 +41,9 @@ def launches(geometry: PageGeometry) -> dict[str, Launch]:
     """Of each entry. The unit asserts that the kernels count threads and shared memory alike."""
     d, n = geometry.shape.d, -(-columns(geometry) // 4) * 4
     sketched = d * 32 if geometry.format.sketch else 0
-    wide, blocks = (8, {64: 6, 128: 4, 256: 1}) if n <= 8 else (16, {64: 5, 128: 3, 256: 1})
+    # Of `directions` as many as leave it registers enough: nothing spills.
+    few = {64: 6, 128: 3 if geometry.format.sketch else 4, 256: 1}
+    wide, blocks = (8, few) if n <= 8 else (16, {64: 5, 128: 2, 256: 1})
     eigen = -(-3 * n * (n + 1) // 4) * 16
     return {
         "gram": Launch(d, 4 * 16 * (d + 8) * 4, {64: 6, 128: 3, 256: 1}[d]),
