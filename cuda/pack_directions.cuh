@@ -1,6 +1,6 @@
 // The best directions of a matrix R of pack_segment.cuh, from G = R^T R: subspace iteration, then Rayleigh and Ritz, as
 // runtime/parts/lowrank.py has them. One CTA a matrix; thread i < D has row i of the D x COLUMNS numbers that are iterated, the others
-// help where rows are summed up.
+// help to multiply with G.
 //
 // G is divided by its trace, so that everything is at most 1.
 #pragma once
@@ -147,7 +147,7 @@ struct Directions {
         }
     }
 
-    // Sums up WIDTH numbers of each of the threads below D, for `total`. turn: 0 and 1 in turn. Ends with a barrier.
+    // Sums up WIDTH numbers of each of the threads below D, for `take`. turn: 0 and 1 in turn. Ends with a barrier.
     __device__ __forceinline__ void sum_up(float (&x)[WIDTH], int turn) const {
         if (has_row()) {
             const int lane = threadIdx.x % 32;
