@@ -191,6 +191,23 @@ def _check_sketch(pool: PagePool, ids: Tensor, fields: dict[str, Tensor]) -> Non
             assert ((mine.float() - expected.float()).abs() <= 2e-3 * expected.float() + 1e-6).all(), name
 
 
+def check_unpacked(layer: Any, i: int, got: Tensor) -> None:
+    """Keys and values [2, room, h_kv, d] that a kernel made of a sequence, against the torch codec; what is behind the
+    sequence is NaN still."""
+    n, dtype = layer.lengths[i], got.dtype
+    assert got[:, n:].isnan().all()
+    for mine, side in zip(got, (layer.key, layer.value), strict=True):
+        wanted = layer._dense_side(i, side, mine[:0].transpose(0, 1), torch.float32).transpose(0, 1)
+        # Sums of floats in another order, then rounded to the model's: one unit in the last place. Matrices have
+        # 16 bits where that rounds to 11 or 8.
+        matrices = side.format.rotate or side.format.sketch
+        slack = 3e-5 if matrices and dtype != torch.float32 else 4e-6
+        wrong = (mine[:n].float() - wanted).abs() > wanted.abs() * torch.finfo(dtype).eps + slack * wanted.abs().amax()
+        assert not wrong.any(), (side.geometry.shape.side, wrong.nonzero()[:4], int(wrong.sum()))
+        exact = [*range(min(n, side.format.window.sinks)), n - 1]
+        assert torch.equal(mine[exact].float(), wanted[exact])
+
+
 def _copied(pool: PagePool) -> PagePool:
     copy = PagePool(pool.geometry, pool.capacity, "cpu", pool.segments.shape[0])
     for name in ("heads", "records", "segments"):

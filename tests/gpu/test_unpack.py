@@ -13,6 +13,7 @@ from runtime.joined import Bounds, attention_behind  # noqa: E402
 from tests.formats import CASES, cache_numbers, kivi, kvquant  # noqa: E402
 from tests.gpu.test_attention import with_formats  # noqa: E402
 from tests.oracles.attention import attention  # noqa: E402
+from tests.packing import check_unpacked  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 FULL = [with_formats(kvquant(3), 32, 8), with_formats(kivi(2), 8, 8)]
@@ -29,22 +30,10 @@ def test_numbers_of_all_formats(index) -> None:
     for i, n in enumerate(lengths):
         x = torch.from_numpy(cache_numbers((2, case.h_kv, n, case.d), i)).to("cuda", dtype)
         layer.append(i, x[0], x[1], 7 + 200_000 * i)
-    fresh = torch.empty(case.h_kv, 0, case.d, dtype=dtype, device="cuda")
     for i, n in enumerate(lengths):
         got = torch.full((2, n + 5, case.h_kv, case.d), torch.nan, dtype=dtype, device="cuda")
         layer.unpack(kv.room.which(i, n, layer.offsets[i]), got[0], got[1])
-        assert got[:, n:].isnan().all()
-        for mine, side in zip(got, (layer.key, layer.value), strict=True):
-            wanted = layer._dense_side(i, side, fresh, torch.float32).transpose(0, 1)
-            # Sums of floats in another order, then rounded to the model's: one unit in the last place. Matrices
-            # have 16 bits where that rounds to 11 or 8.
-            near = (
-                wanted.abs() * torch.finfo(dtype).eps + (4e-6 if dtype == torch.float32 else 3e-5) * wanted.abs().amax()
-            )
-            wrong = (mine[:n].float() - wanted).abs() > near
-            assert not wrong.any(), (side.geometry.shape.side, wrong.nonzero()[:4], int(wrong.sum()))
-            exact = [*range(min(n, side.format.window.sinks)), n - 1]
-            assert torch.equal(mine[exact].float(), wanted[exact])
+        check_unpacked(layer, i, got)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
