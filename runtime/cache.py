@@ -199,11 +199,11 @@ class LayerCache(CacheLayer):
         self.key.select(sequences)
         self.value.select(sequences)
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the tokens of another; `KVCache.fork` does the tables."""
-        super().share(source, sequence)
-        self.key.share(source, sequence)
-        self.value.share(source, sequence)
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the first n tokens of another; `KVCache.fork` does the tables."""
+        super().share(source, sequence, n)
+        self.key.share(source, sequence, n)
+        self.value.share(source, sequence, n)
 
     def rewind(self, sequence: int, n: int) -> None:
         """As `CacheLayer.rewind`: the window still holds what a page was packed from, all but the newest token."""
@@ -351,11 +351,28 @@ class KVCache:
         """Tokens that one more sequence can be sure of now, its prompt not known: what admission goes by."""
         return self.room.free_tokens()
 
-    def fork(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin as a copy of another one, sharing its full pages."""
-        self.room.share(source, sequence)
+    def fork(self, source: int, sequence: int, tokens: int | None = None) -> None:
+        """Lets an empty sequence begin as a copy of another one, sharing its full pages.
+
+        tokens: of the first so many alone, which must be as many as `cut` says. Raises ValueError for other numbers.
+        """
+        n = self.lengths[source]
+        if tokens is not None and tokens != n:
+            if not 0 <= tokens < n or self.cut(tokens) != tokens:
+                raise ValueError(
+                    f"tokens={tokens}: of the {n} tokens of sequence {source} a fork has all, or as many as sinks and "
+                    f"whole pages hold on all sides: {self.cut(min(max(tokens, 0), n))} here"
+                )
+            n = tokens
+        self.room.share(source, sequence, n)
         for layer in self.layers:
-            layer.share(source, sequence)
+            layer.share(source, sequence, n)
+
+    def cut(self, tokens: int) -> int:
+        """The most tokens of so many that a fork can be cut to: what sinks and whole pages hold on all sides. 0 where
+        newest tokens are always kept in full precision, which pages have no copy of, or where windows slide."""
+        sliding = any(layer.window for layer in self.layers if isinstance(layer, ExactLayer))
+        return 0 if sliding else self.room.whole_pages(tokens)
 
     def release(self, sequence: int) -> None:
         """Ends a sequence: it is empty, and what it held or was promised is free."""

@@ -15,13 +15,17 @@ What many requests begin with is processed once, and shared by those that are fo
     engine = Engine(HFDecoder(model, bundle), bundle, sequences=8, max_tokens=4096, prefixes=1)
     system = engine.prefix(system_prompt)
     requests = [engine.submit(question, max_new_tokens=64, prefix=system) for question in questions]
+
+Or the engine sees by itself what a prompt has in common with others, before it and beside it (a chat's next turn, say):
+
+    engine = Engine(HFDecoder(model, bundle), bundle, sequences=8, max_tokens=4096, reuse=16)
 """
 
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -33,7 +37,8 @@ from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
 from runtime.grouping import PADDED, sharing
 from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
-from runtime.requests import Generation, Prefix, Reason, RequestError
+from runtime.requests import Generation, Prefix, Reason, RequestError, known
+from runtime.reuse import Reuse
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
 from runtime.transfer import Arriving
@@ -70,6 +75,9 @@ class Engine:
                 such a pass takes; with prefixes, also room for one layer's keys and values of a prefix, at most 256 MiB
                 (requests behind longer prefixes, and those of models in float32, have no graphs)
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
+    reuse       the most texts that are kept of requests that have ended, each a sequence of the cache, too. A prompt
+                that begins as one of them does comes behind it, as behind a prefix: `Generation.reused` says how much
+                of it (`runtime.reuse`). They have what pages requests leave, the least recently used goes first
     Raises CacheFullError for a budget that does not hold a page of each side, BundleMismatchError for a bundle of
     another model.
     """
@@ -85,11 +93,12 @@ class Engine:
         capture: bool = True,
         prefixes: int = 0,
         short: int = SHORT,
+        reuse: int = 0,
     ):
-        if sequences < 1 or prefixes < 0:
+        if sequences < 1 or min(prefixes, reuse) < 0:
             raise ValueError(
-                f"sequences={sequences}, prefixes={prefixes}: at least 1 sequence for requests, and 0 or more beside "
-                "them for prefixes"
+                f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: at least 1 sequence for requests, and 0 "
+                "or more beside them for prefixes and for texts that are kept"
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
@@ -100,10 +109,12 @@ class Engine:
         decoder.require(bundle)
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
         bundle = bundle.shard(decoder.split.rank, decoder.split.world)
-        # Prefixes stand behind the sequences of requests: what a step does to those that do not take part would harm.
-        most = min(max_tokens, decoder.positions or max_tokens)
-        self.kv = KVCache(bundle, sequences + prefixes, most, decoder.dtype, decoder.device, budget=budget)
-        if prefixes:
+        # These stand behind the sequences of requests: what a step does to those that do not take part would harm.
+        self._for_prefixes = range(sequences, sequences + prefixes)
+        b, most = sequences + prefixes + reuse, min(max_tokens, decoder.positions or max_tokens)
+        self.kv = KVCache(bundle, b, most, decoder.dtype, decoder.device, budget=budget)
+        self.reuse = Reuse(self.kv, range(sequences + prefixes, b))
+        if b > sequences:
             self.kv.begin_unpacking()
         self.max_tokens = min(most, self.kv.free_tokens())
         self._capture = capture
@@ -134,16 +145,16 @@ class Engine:
             raise RequestError("the prefix is empty: give at least one token")
         if len(tokens) >= self.max_tokens:
             raise RequestError(f"a prefix of {len(tokens)} tokens and at least one behind it: {self._limit}")
-        free = [i for i in range(self.sequences, self.kv.b) if i not in self.prefixes]
-        if self.kv.b == self.sequences:
+        free = [i for i in self._for_prefixes if i not in self.prefixes]
+        if not self._for_prefixes:
             raise RequestError("this engine has no sequences for prefixes: make it with prefixes=1 or more")
         if not free:
             raise RequestError(
-                f"the sequences for prefixes (prefixes={self.kv.b - self.sequences}) are taken by {self._kept()}: drop "
+                f"the sequences for prefixes (prefixes={len(self._for_prefixes)}) are taken by {self._kept()}: drop "
                 "one; it is free when the requests that were submitted with it have begun"
             )
         self._made += 1
-        prefix = Prefix(self._known(tokens), self._made, free[0])
+        prefix = Prefix(known(tokens, self.decoder.vocabulary), self._made, free[0])
         self.prefixes[free[0]] = prefix
         self.waiting.append(prefix)
         return prefix
@@ -181,7 +192,9 @@ class Engine:
         ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in stop)
         if () in ends:
             raise RequestError("an empty stop sequence: name at least one token in each")
-        request = Generation(self._known(prompt), max_new_tokens, sampling or Sampling(), ends, prefix=prefix)
+        request = Generation(
+            known(prompt, self.decoder.vocabulary), max_new_tokens, sampling or Sampling(), ends, prefix=prefix
+        )
         if request.total > self.max_tokens:
             raise RequestError(f"{request}: {self._limit}")
         request.draws.manual_seed(request.sampling.seed)
@@ -270,12 +283,12 @@ class Engine:
         ahead: steps that are queued for each already
         """
         requests, sequences = list(going.values()), list(going)
-        known = {i: None if ahead[request] else request.tokens[-1] for i, request in going.items()}
+        last = {i: None if ahead[request] else request.tokens[-1] for i, request in going.items()}
         if self._flights:  # the step before says what these go on with
             steps.keep(self._flights[-1].sequences, self._flights[-1].chosen)
         try:
             with self.kv.transaction(sequences):
-                chosen = self._choose(steps.run(known), requests)
+                chosen = self._choose(steps.run(last), requests)
                 flight = _Flight(requests, sequences, chosen, Arriving(chosen))
         except BaseException:
             for request in requests:
@@ -327,6 +340,7 @@ class Engine:
             return []
         if not self.prompt:
             free = self.sequences - len(self.running)
+            self._find_kept(free)
             if len(few := sharing(self.waiting, free, self.chunk or PADDED, self._graphs)) > 1:
                 return self._process(few)
         work = self.prompt[0] if self.prompt else self.waiting[0]
@@ -369,7 +383,7 @@ class Engine:
             if not admitted:
                 return []
             sequences = [request.sequence for request in admitted if request.sequence is not None]
-            prompts = [request.prompt for request in admitted]
+            prompts = [request.fresh for request in admitted]
             source = self._source(admitted[0])
             logits = Prompts(self.decoder, self.kv, sequences, prompts, self._graphs, source).advance()
             tokens = self._choose(logits, admitted).tolist()
@@ -405,13 +419,20 @@ class Engine:
             return None
         assert work.sequence is not None
         return work, Prompt(
-            self.decoder, self.kv, work.sequence, work.prompt, self.chunk, self._source(work), self._graphs
+            self.decoder, self.kv, work.sequence, work.fresh, self.chunk, self._source(work), self._graphs
         )
 
     @staticmethod
     def _source(work: Generation | Prefix) -> int | None:
         """The sequence that the work's tokens come behind."""
-        return work.prefix.sequence if isinstance(work, Generation) and work.prefix else None
+        return work.source.sequence if work.source else None
+
+    def _find_kept(self, free: int) -> None:
+        """What is kept of that with which those begin who might be admitted now."""
+        for work in islice(self.waiting, free):
+            if isinstance(work, Prefix):
+                break
+            work.kept = work.kept or self.reuse.find(work, self.running.values())
 
     def _reserve(self, work: Generation | Prefix, beside: Sequence[Generation] = ()) -> bool:
         """Gives the first of those that wait a sequence and room, if there are, beside those that run and others that
@@ -422,36 +443,38 @@ class Engine:
             sequence = next((i for i in range(self.sequences) if i not in held), None)
         if sequence is None:
             return False
-        try:
-            self.kv.reserve(sequence, work.total, len(work.prompt), self._source(work))
-        except CacheFullError as error:
-            if self.running or beside:
-                return False  # they will end
-            raise CacheFullError(
-                f"{work}: nothing runs that could end, and the cache has no room for it beside {self._kept(work)}: "
-                "drop a prefix, or give the cache a larger budget"
-            ) from error
+        while True:
+            try:
+                self.kv.reserve(sequence, work.total, len(work.fresh), self._source(work))
+                break
+            except CacheFullError as error:
+                if self._forget_kept(work):
+                    continue
+                if self.running or beside:
+                    return False  # they will end
+                raise CacheFullError(
+                    f"{work}: nothing runs that could end, and the cache has no room for it beside "
+                    f"{self._kept(work)}: drop a prefix, or give the cache a larger budget"
+                ) from error
         self.waiting.popleft()
         work.sequence = sequence
         return True
 
+    def _forget_kept(self, work: Generation | Prefix) -> bool:
+        """Forgets a text so that there is room for this work, one that others wait for if there is no other; whether
+        there was one."""
+        if self.reuse.give_up():
+            return True
+        for other in self.waiting:
+            if other is not work and isinstance(other, Generation) and other.kept is not None:
+                other.kept.wanted.pop(other)
+                other.kept = None
+                return True
+        return False
+
     def _choose(self, logits: Tensor, requests: list[Generation]) -> Tensor:
         """A token for each row of logits, the same in all processes that share the model: int64 where these are."""
         return self.decoder.agree(choose(logits, [r.sampling for r in requests], [r.draws for r in requests]))
-
-    def _known(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """A prompt's tokens. Raises RequestError for what the model has no embedding of."""
-        if isinstance(prompt, Tensor) and prompt.dim() != 1:
-            raise RequestError(
-                f"a prompt of shape {list(prompt.shape)}: must be the tokens of one prompt, as in input_ids[0].tolist()"
-            )
-        for place, token in enumerate(prompt):
-            if not hasattr(token, "__index__") or not 0 <= index(token) < self.decoder.vocabulary:
-                raise RequestError(
-                    f"token {token!r} at place {place} of the prompt: must be an integer from 0 to "
-                    f"{self.decoder.vocabulary - 1}, what the model has embeddings of"
-                )
-        return tuple(index(token) for token in prompt)
 
     def _take(self, request: Generation, token: int) -> None:
         if token == NONE:
@@ -490,11 +513,15 @@ class Engine:
             self.running.pop(request.sequence, None)
         if not self.running:
             self._flights.clear()  # nobody waits for these
+        if reason in ("length", "stop"):
+            self.reuse.keep(request)
         self._leave(request)
         self._begun(request)
 
     def _begun(self, request: Generation) -> None:
-        """The request needs its prefix no more: it has the pages, or has ended."""
+        """The request needs what it comes behind no more: it has the pages, or has ended."""
+        if request.kept is not None:
+            request.kept.wanted.pop(request, None)
         if request.prefix is not None:
             request.prefix.wanted.pop(request, None)
             self._let_go(request.prefix)

@@ -62,7 +62,7 @@ class ExactLayer(CacheLayer):
         index = torch.tensor(sequences, dtype=torch.int64, device=self.device)
         self.keys, self.values = self.keys[index], self.values[index]
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the tokens of another."""
-        super().share(source, sequence)
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the first n tokens of another, all of them where there is a window."""
+        super().share(source, sequence, n)
         self.keys[sequence], self.values[sequence] = self.keys[source], self.values[source]

@@ -114,7 +114,7 @@ class Intake:
         """Packs what is held."""
         if not self._held:
             return
-        self._fork(self.kv.room.share)
+        self._fork(lambda source, i: self.kv.room.share(source, i, self._start))
         self.kv.room.take({i: self._start + n for i, n in zip(self.sequences, self.counts, strict=True)})
         sides: dict[Side, Tensor] = {}
         layers = self.kv.paged

@@ -94,9 +94,9 @@ class CacheLayer(ABC):
         self.lengths = [self.lengths[i] for i in sequences]
         self.offsets = [self.offsets[i] for i in sequences]
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the tokens of another; `KVCache.fork` does the tables."""
-        self.lengths[sequence], self.offsets[sequence] = self.lengths[source], self.offsets[source]
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the first n tokens of another; `KVCache.fork` does the tables."""
+        self.lengths[sequence], self.offsets[sequence] = n, self.offsets[source]
 
     def rewind(self, sequence: int, n: int) -> None:
         """Forgets the newest token of a sequence, if it holds more than n; `KVCache.transaction` does the tables."""

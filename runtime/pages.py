@@ -140,12 +140,12 @@ class PageBook:
         self.trim(sequence, 0)
         self.promised[sequence] = self.promised_segments[sequence] = 0
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence hold the pages of another one."""
+    def share(self, source: int, sequence: int, pages: int) -> None:
+        """Lets an empty sequence hold the first pages of another one."""
         if self.tables[sequence]:
             raise ValueError(f"sequence {sequence} holds {len(self.tables[sequence])} pages: release it first")
-        self.tables[sequence] = list(self.tables[source])
-        for page in self.tables[source]:
+        self.tables[sequence] = self.tables[source][:pages]
+        for page in self.tables[sequence]:
             self.users[page] += 1
 
     def select(self, sequences: Sequence[int]) -> None:

@@ -1,9 +1,15 @@
 """What an engine is asked for: requests, the prefixes that they begin with, and what becomes of both."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from operator import index
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from artifacts.errors import SignpostError
 from runtime.sampling import Sampling
@@ -35,6 +41,13 @@ class Prefix:
     def __str__(self) -> str:
         return f"prefix {self.number} of {len(self.prompt)} tokens"
 
+    source: ClassVar[None] = None  # it comes behind nothing
+
+    @property
+    def fresh(self) -> tuple[int, ...]:
+        """Tokens that are to be processed."""
+        return self.prompt
+
     @property
     def total(self) -> int:
         """Tokens that the cache must have room for."""
@@ -54,6 +67,7 @@ class Generation:
     tokens  new ones so far, the stop token or sequence that ended them included
     reason  why it ended; None while it has not. `failed`: `error` says how
     prefix  what the prompt comes behind
+    kept    a text that an engine has kept (`runtime.reuse`), which the prompt begins with, and the prefix
     apart   its prompt is not processed together with others': that failed
     """
 
@@ -67,21 +81,42 @@ class Generation:
     sequence: int | None = None  # of the cache, while it runs
     draws: torch.Generator = field(default_factory=torch.Generator)
     prefix: Prefix | None = None
+    kept: Prefix | None = None
     apart: bool = False
 
     def __str__(self) -> str:
         behind = f" behind {self.prefix}" if self.prefix else ""
         return f"a prompt of {len(self.prompt)} tokens{behind} and {self.max_new_tokens} new ones"
 
+    @cached_property
+    def text(self) -> NDArray[np.int64]:
+        """Prefix and prompt."""
+        return np.array((*(self.prefix.prompt if self.prefix else ()), *self.prompt), dtype=np.int64)
+
+    @property
+    def source(self) -> Prefix | None:
+        """What is cached of these already."""
+        return self.kept or self.prefix
+
     @property
     def before(self) -> int:
-        """Tokens that the prompt comes behind."""
-        return self.prefix.total if self.prefix else 0
+        """How many tokens that is."""
+        return self.source.total if self.source else 0
+
+    @property
+    def fresh(self) -> tuple[int, ...]:
+        """Tokens behind it, which are to be processed."""
+        return self.prompt if self.kept is None else tuple(self.text[self.kept.total :].tolist())
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that were cached already."""
+        return len(self.prompt) - len(self.fresh)
 
     @property
     def total(self) -> int:
         """Tokens that the cache must have room for: the last new one is never fed back."""
-        return self.before + len(self.prompt) + self.max_new_tokens - 1
+        return len(self.text) + self.max_new_tokens - 1
 
     def draw_again(self, ahead: int = 0) -> None:
         """Sets the draws to where they were before the next token: a step that broke off may have drawn for it.
@@ -99,3 +134,18 @@ class Generation:
             self.reason = "stop"
         elif len(self.tokens) >= self.max_new_tokens:
             self.reason = "length"
+
+
+def known(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+    """A prompt's tokens. Raises RequestError for what a model with so many embeddings does not have."""
+    if isinstance(prompt, Tensor) and prompt.dim() != 1:
+        raise RequestError(
+            f"a prompt of shape {list(prompt.shape)}: must be the tokens of one prompt, as in input_ids[0].tolist()"
+        )
+    for place, token in enumerate(prompt):
+        if not hasattr(token, "__index__") or not 0 <= index(token) < vocabulary:
+            raise RequestError(
+                f"token {token!r} at place {place} of the prompt: must be an integer from 0 to {vocabulary - 1}, what "
+                "the model has embeddings of"
+            )
+    return tuple(index(token) for token in prompt)

@@ -1,5 +1,7 @@
 """The room that all layers of a cache share: block tables of every way to fill pages, admission, and its limits."""
 
+from math import lcm
+
 import torch
 from torch import Tensor
 
@@ -215,11 +217,22 @@ class Room:
             if self.b > old and self.budget is None:
                 tables.book.grow(self.b * pages, self.b * segments)
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the pages of another."""
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the pages of another's first n tokens."""
         self._asked = None
         for tables in self.tables.values():
-            tables.share(source, sequence)
+            tables.share(source, sequence, n)
+
+    def whole_pages(self, n: int) -> int:
+        """The most tokens of n that sinks and whole pages hold on all sides, none of them in a window; 0 if never."""
+        step = lcm(*(tables.t for tables in self.tables.values()))
+        for m in range(n, max(0, n - step), -1):
+            held = [
+                tables.window.sinks + tables.window.pages(m, tables.t) * tables.t for tables in self.tables.values()
+            ]
+            if all(tokens == m for tokens in held):
+                return m
+        return 0
 
     def release(self, sequence: int) -> None:
         """Ends a sequence."""

@@ -68,9 +68,9 @@ class BlockTables:
         self.book.select(sequences)
         self.ids = self.ids[:, torch.tensor(sequences, dtype=torch.int64, device=self.ids.device)]
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the pages of another."""
-        self.book.share(source, sequence)
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the pages of another's first n tokens."""
+        self.book.share(source, sequence, self.window.pages(n, self.t))
         self.ids[:, sequence] = self.ids[:, source]
 
 
@@ -250,10 +250,14 @@ class Side:
         self.buffer = torch.cat([self.sinks[index].flatten(0, 1), self.window[index].flatten(0, 1)])
         self.used = [self.used[i] for i in sequences]
 
-    def share(self, source: int, sequence: int) -> None:
-        """Lets an empty sequence begin with the tokens of another; `tables` are shared by their owner."""
-        self.sinks[sequence], self.window[sequence] = self.sinks[source], self.window[source]
-        self.used[sequence] = self.used[source]
+    def share(self, source: int, sequence: int, n: int) -> None:
+        """Lets an empty sequence begin with the first n tokens of another, all of them or such as leave no newest ones
+        behind sinks and pages; `tables` are shared by their owner."""
+        window, t = self.format.window, self.format.t
+        self.used[sequence] = window.pages(n, t)
+        self.sinks[sequence] = self.sinks[source]
+        if n > window.sinks + self.used[sequence] * t:
+            self.window[sequence] = self.window[source]
 
 
 def write_ring(ring: Tensor, first: int, x: Tensor) -> None:

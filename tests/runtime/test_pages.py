@@ -77,11 +77,11 @@ class Books(RuleBasedStateMachine):
         self.held[sequence] = self.held[sequence][:keep]
 
     @precondition(lambda self: any(not held for held in self.held))
-    @rule(source=sequences)
-    def share(self, source):
+    @rule(source=sequences, pages=st.integers(0, 60))
+    def share(self, source, pages):
         sequence = next(i for i, held in enumerate(self.held) if not held)
-        self.book.share(source, sequence)
-        self.held[sequence] = list(self.held[source])
+        self.book.share(source, sequence, pages)
+        self.held[sequence] = self.held[source][:pages]
 
     @rule(chosen=st.lists(sequences, min_size=SEQUENCES, max_size=SEQUENCES))
     def select(self, chosen):
@@ -174,4 +174,4 @@ def test_only_an_empty_sequence_begins_as_another():
     book.take(0, 2)
     book.take(1, 1)
     with pytest.raises(ValueError, match="sequence 1 holds 1 pages: release it first"):
-        book.share(0, 1)
+        book.share(0, 1, 2)
