@@ -21,7 +21,6 @@ Or the engine sees by itself what a prompt has in common with others, before it 
     engine = Engine(HFDecoder(model, bundle), bundle, sequences=8, max_tokens=4096, reuse=16)
 """
 
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,9 @@ from runtime.behind import most_behind
 from runtime.cache import CacheFullError, KVCache
 from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
 from runtime.grouping import PADDED, sharing
+from runtime.prefixes import Prefixes
 from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
-from runtime.requests import Generation, Prefix, Reason, RequestError, known
+from runtime.requests import Generation, Prefix, Reason, RequestError, known, without_frames
 from runtime.reuse import Reuse
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
@@ -110,7 +110,6 @@ class Engine:
         self.decoder, self.chunk, self.sequences = decoder, chunk, sequences
         bundle = bundle.shard(decoder.split.rank, decoder.split.world)
         # These stand behind the sequences of requests: what a step does to those that do not take part would harm.
-        self._for_prefixes = range(sequences, sequences + prefixes)
         b, most = sequences + prefixes + reuse, min(max_tokens, decoder.positions or max_tokens)
         self.kv = KVCache(bundle, b, most, decoder.dtype, decoder.device, budget=budget)
         self.reuse = Reuse(self.kv, range(sequences + prefixes, b))
@@ -125,8 +124,7 @@ class Engine:
         self.waiting: deque[Generation | Prefix] = deque()
         self.running: dict[int, Generation] = {}  # by sequence, the prompt complete
         self.prompt: tuple[Generation | Prefix, Prompt] | None = None
-        self.prefixes: dict[int, Prefix] = {}  # by sequence, from the call until they are kept no more
-        self._made = 0
+        self.prefixes = Prefixes(range(sequences, sequences + prefixes))  # from the call until they are kept no more
         self._flights: deque[_Flight] = deque()  # steps that are queued
         self._served: list[Generation] = []  # in a step that was raised from, and not yet told
 
@@ -145,17 +143,7 @@ class Engine:
             raise RequestError("the prefix is empty: give at least one token")
         if len(tokens) >= self.max_tokens:
             raise RequestError(f"a prefix of {len(tokens)} tokens and at least one behind it: {self._limit}")
-        free = [i for i in self._for_prefixes if i not in self.prefixes]
-        if not self._for_prefixes:
-            raise RequestError("this engine has no sequences for prefixes: make it with prefixes=1 or more")
-        if not free:
-            raise RequestError(
-                f"the sequences for prefixes (prefixes={len(self._for_prefixes)}) are taken by {self._kept()}: drop "
-                "one; it is free when the requests that were submitted with it have begun"
-            )
-        self._made += 1
-        prefix = Prefix(known(tokens, self.decoder.vocabulary), self._made, free[0])
-        self.prefixes[free[0]] = prefix
+        prefix = self.prefixes.make(known(tokens, self.decoder.vocabulary))
         self.waiting.append(prefix)
         return prefix
 
@@ -166,7 +154,7 @@ class Engine:
         """
         if prefix.sequence is None or prefix.dropped:
             return
-        self._require_own(prefix)
+        self.prefixes.require(prefix)
         prefix.dropped = True
         self._let_go(prefix)
 
@@ -184,7 +172,7 @@ class Engine:
         tokens than the model or the cache holds, a prefix that has failed or was dropped.
         """
         if prefix is not None:
-            self._require_own(prefix)
+            self.prefixes.require(prefix)
         if not len(prompt):
             raise RequestError(f"the prompt is empty: give at least one token{' behind the prefix' if prefix else ''}")
         if max_new_tokens < 1:
@@ -454,7 +442,7 @@ class Engine:
                     return False  # they will end
                 raise CacheFullError(
                     f"{work}: nothing runs that could end, and the cache has no room for it beside "
-                    f"{self._kept(work)}: drop a prefix, or give the cache a larger budget"
+                    f"{self.prefixes.names(but=work)}: drop a prefix, or give the cache a larger budget"
                 ) from error
         self.waiting.popleft()
         work.sequence = sequence
@@ -490,10 +478,7 @@ class Engine:
 
         alike: all processes that share the model fail so. Else the others wait for this one in a pass, and it raises.
         """
-        # The error lives on in the request; what frames of tracebacks hold (work space, the cache) must not.
-        error.add_note("".join(traceback.format_tb(error.__traceback__)))
-        _let_frames_go(error)
-        work.error = error
+        work.error = without_frames(error)
         if isinstance(work, Generation):
             self._end(work, "failed")
             failed = [work]
@@ -543,29 +528,9 @@ class Engine:
                 del self.prefixes[work.sequence]
             work.sequence = None
 
-    def _require_own(self, prefix: Prefix) -> None:
-        """Raises RequestError for a prefix that no request of this engine can begin with."""
-        if prefix.error is not None:
-            raise prefix.failure()
-        if prefix.dropped:
-            raise RequestError(f"{prefix} was dropped: make it again (Engine.prefix)")
-        if prefix not in self.prefixes.values():
-            raise RequestError(f"{prefix} is another engine's: make it with this one (Engine.prefix)")
-
-    def _kept(self, but: Generation | Prefix | None = None) -> str:
-        """Prefixes that hold sequences, but one, by name."""
-        return ", ".join(str(prefix) for prefix in self.prefixes.values() if prefix is not but)
-
     @property
     def _limit(self) -> str:
         return (
             f"a sequence of this engine holds {self.max_tokens} (max_tokens=, budget=, and the model has "
             f"{self.decoder.positions} positions)"
         )
-
-
-def _let_frames_go(error: BaseException | None) -> None:
-    """Of an error and of those that led to it."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

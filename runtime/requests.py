@@ -1,5 +1,6 @@
 """What an engine is asked for: requests, the prefixes that they begin with, and what becomes of both."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,3 +150,14 @@ def known(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
                 "the model has embeddings of"
             )
     return tuple(index(token) for token in prompt)
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error with its traceback as a note: it lives on in a request, and what frames hold (work space, the cache)
+    must not."""
+    error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
