@@ -54,6 +54,34 @@ def test_behind_a_prefix(bundle) -> None:
     assert firsts[0] == firsts[1]
 
 
+@every_bundle
+@pytest.mark.parametrize("short", [0, 256])
+def test_behind_texts_that_are_kept(bundle, short) -> None:
+    """Whole ones, and where formats allow it their beginnings, beside one that runs; first tokens are the CPU's."""
+    found = []
+    for device in ("cuda", "cpu"):
+        decoder = HFDecoder(copy.deepcopy(MODEL).to(device), bundle)
+        engine = Engine(decoder, bundle, sequences=3, max_tokens=900, reuse=2, short=short)
+        other = engine.submit(prompt(400, 5), 90)
+        firsts = []
+        for text in (
+            prompt(300, 1),
+            [*prompt(300, 1), *prompt(80, 2)],
+            [*prompt(290, 1), *prompt(9, 3)],
+            prompt(390, 5),
+        ):
+            request = engine.submit(text, 1)
+            for _ in engine.stream(request):
+                pass
+            firsts.append((request.reused, request.tokens))
+        engine.run()
+        engine.reuse.clear()
+        assert (len(other.tokens), engine.kv.lengths) == (90, [0] * 5)
+        found.append(firsts)
+    assert found[0] == found[1]
+    assert found[0][1][0] == 300
+
+
 @pytest.mark.parametrize("formats", [kvquant(3, t=64), kivi(2, t=64, recent=5), kvquant(4, t=32)], ids=str)
 def test_steps_captured_beside_what_the_cache_holds(formats) -> None:
     """A graph runs once before it is captured; as bytes, that changes nothing of any sequence."""
