@@ -88,7 +88,7 @@ def test_no_races_of_more_sequences_than_lanes(monkeypatch):
 )
 def test_no_races_of_warps_alone(formats, g, monkeypatch):
     monkeypatch.setattr(Watched, "how", Sharing(1, alone=True))
-    assert races(case(formats, 2 * g), [300, 65, 1, 500], monkeypatch) == 0
+    assert races(case(formats, 2 * g), [200, 65, 1, 150], monkeypatch) == 0
 
 
 KERNEL = """

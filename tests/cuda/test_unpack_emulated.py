@@ -1,6 +1,7 @@
 """The unpack kernel on the CPU (tests/cuda/emulator.h) against what the torch codec decodes. Needs g++, no GPU."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,8 +50,10 @@ CHOSEN = [*range(0, len(CASES), 2)]
 
 @pytest.mark.parametrize("index", CHOSEN, ids=[CASES[i].name for i in CHOSEN])
 def test_numbers_of_formats(emulated, index):
-    """Of all types of numbers."""
-    check(CASES[index], DTYPES[index % 3])
+    """Of all types of numbers, two kv heads at most."""
+    case = CASES[index]
+    heads = min(2, case.h_kv)
+    check(replace(case, h_q=case.h_q // case.h_kv * heads, h_kv=heads), DTYPES[index % 3])
 
 
 def check(case, dtype):
