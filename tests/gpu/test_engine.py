@@ -13,7 +13,7 @@ pytestmark = [
 from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks.soak import Load, soak  # noqa: E402
-from runtime import Engine, KVCache  # noqa: E402
+from runtime import Engine, KVCache, reuse  # noqa: E402
 from runtime.decoding import DeviceSteps  # noqa: E402
 from runtime.hf_decoder import HFDecoder  # noqa: E402
 from runtime.prompts import Prompt, PromptGraphs, Prompts  # noqa: E402
@@ -80,6 +80,35 @@ def test_behind_texts_that_are_kept(bundle, short) -> None:
         found.append(firsts)
     assert found[0] == found[1]
     assert found[0][1][0] == 300
+
+
+@pytest.mark.parametrize("short", [0, 256])
+def test_a_chat_in_full_precision_is_as_if_nothing_were_kept(short, monkeypatch) -> None:
+    """No page is packed: what steps queued ahead leave of a request that a stop token ends, among others,
+    is what its text says."""
+    monkeypatch.setattr(reuse, "LEAST", 64)
+    bundle = bundle_for(MODEL, kivi(2, t=64, recent=600))
+    decoder = HFDecoder(copy.deepcopy(MODEL).to("cuda"), bundle)
+    found = []
+    for kept in (0, 3):
+        engine = Engine(decoder, bundle, sequences=3, max_tokens=500, reuse=kept, short=short)
+        others = [engine.submit(prompt(20 + i, i), 300) for i in range(2)]
+        text, said, cached = prompt(150, 1), [], 0
+        for turn in range(4):
+            stop: list[int] = []
+            for _ in range(2):  # the whole answer, then until one of its tokens comes
+                request = engine.submit(text, 25, stop=stop)
+                for _ in engine.stream(request):
+                    pass
+                said.append(request.tokens)
+                cached += request.reused
+                stop = request.tokens[11:12]
+            assert request.reason == "stop"
+            text = [*text, *request.tokens, *prompt(7, turn)]
+        engine.run()
+        found.append([*said, *(other.tokens for other in others)])
+        assert (cached > 450) == bool(kept)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("formats", [kvquant(3, t=64), kivi(2, t=64, recent=5), kvquant(4, t=32)], ids=str)
