@@ -436,10 +436,12 @@ class Engine:
                 self.kv.reserve(sequence, work.total, len(work.fresh), self._source(work))
                 break
             except CacheFullError as error:
-                if self._forget_kept(work):
+                if self.reuse.give_up():
                     continue
                 if self.running or beside:
                     return False  # they will end
+                if self._let_others_begin_alone(work):
+                    continue
                 raise CacheFullError(
                     f"{work}: nothing runs that could end, and the cache has no room for it beside "
                     f"{self.prefixes.names(but=work)}: drop a prefix, or give the cache a larger budget"
@@ -448,11 +450,8 @@ class Engine:
         work.sequence = sequence
         return True
 
-    def _forget_kept(self, work: Generation | Prefix) -> bool:
-        """Forgets a text so that there is room for this work, one that others wait for if there is no other; whether
-        there was one."""
-        if self.reuse.give_up():
-            return True
+    def _let_others_begin_alone(self, work: Generation | Prefix) -> bool:
+        """Lets one of the others that wait not come behind a kept text, which may go then; whether there was one."""
         for other in self.waiting:
             if other is not work and isinstance(other, Generation) and other.kept is not None:
                 other.kept.wanted.pop(other)
