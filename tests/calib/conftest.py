@@ -86,12 +86,16 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     return folder
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def write_text(folder: Path) -> Path:
     """2600 bytes of text."""
-    path = tmp_path / "text.txt"
+    path = folder / "text.txt"
     path.write_text("".join(f"{i} times {i} makes {i * i}. " for i in range(140))[:2600], encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ BAD = {
     "seqlen=4097": "seqlen=4097 is above the model's 4096 positions: set seqlen=4096 or less",
     "eval.seqlen=5000": "eval.seqlen=5000 is above the model's 4096 positions",
     "eval.seqlen=1": "eval.seqlen=1 must be at least 2",
-    "eval.tokens=100": "eval.tokens=100 do not fill one window of eval.seqlen=1024",
+    "eval.tokens=100": "eval.tokens=100 do not fill one window of eval.seqlen=512",
     "eval.cache_tokens=1": "eval.cache_tokens=1: at least 2",
     "eval.cache_tokens=-1": "eval.cache_tokens=-1: at least 2",
     "method.weights=fish": "method.weights=fish: allowed are none, fisher, fisher_scaled",

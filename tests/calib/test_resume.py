@@ -15,6 +15,7 @@ from calib.memory import MemoryExhaustedError
 from calib.passes import Work
 from calib.ranks import Ranks
 from calib.store import Store
+from tests.calib.conftest import write_text
 from tests.calib.test_collect import LAYERS, QUICK, D, FakeTap, H, assert_same
 
 RECIPES = {
@@ -140,12 +141,19 @@ def bundle_bits(out):
     return (out / "tensors.safetensors").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What one process writes that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run([sys.executable, *command(write_text(folder), folder / "bundle")], check=True, capture_output=True)
+    return bundle_bits(folder / "bundle")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path, number):
+def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path, undisturbed, number):
     """Of signals that a process can see it says so, and it leaves nothing but what it continues from."""
-    expected, out, scratch = tmp_path / "undisturbed" / "bundle", tmp_path / "killed" / "bundle", tmp_path / "scratch"
+    out, scratch = tmp_path / "killed" / "bundle", tmp_path / "scratch"
     scratch.mkdir()
-    subprocess.run([sys.executable, *command(text_file, expected)], check=True, capture_output=True)
     killed = subprocess.Popen(
         [sys.executable, *command(text_file, out, "checkpoint=0")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env=os.environ | {"TMPDIR": str(scratch)}, text=True,
@@ -162,7 +170,7 @@ def test_killed_by_the_system_the_same_command_continues(text_file, tmp_path, nu
         assert said.splitlines()[-1] == f"interrupted: the same command continues from {kept}, which is kept for it"
     assert os.listdir(scratch) == []
     subprocess.run([sys.executable, *command(text_file, out, "checkpoint=0")], check=True, capture_output=True)
-    assert bundle_bits(out) == bundle_bits(expected)
+    assert bundle_bits(out) == undisturbed
     assert os.listdir(out.parent) == ["bundle"]
 
 
@@ -170,11 +178,10 @@ def torchrun(*arguments):
     return subprocess.run([*LAUNCHER, *arguments], capture_output=True, text=True, timeout=500)
 
 
-def test_two_ranks_write_the_bits_of_one(text_file, tmp_path):
-    subprocess.run([sys.executable, *command(text_file, tmp_path / "one" / "b")], check=True, capture_output=True)
+def test_two_ranks_write_the_bits_of_one(text_file, tmp_path, undisturbed):
     done = torchrun(*command(text_file, tmp_path / "two" / "b"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert bundle_bits(tmp_path / "two" / "b") == bundle_bits(tmp_path / "one" / "b")
+    assert bundle_bits(tmp_path / "two" / "b") == undisturbed
     assert os.listdir(tmp_path / "two") == ["b"]
 
 

@@ -3,37 +3,74 @@
 import functools
 import multiprocessing
 import os
+import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 
 from runtime import jit
+from runtime.sources import kernel_folder
 
 
-def report(unit: jit.Unit, arch: str) -> dict[str, jit.Resources]:
-    """`runtime.jit.report` of a compiler that optimizes little: the same code, instantiated and assembled in a third of
-    the time. How much it spills means nothing; tests/gpu compiles all formats as they are used.
+def check(unit: jit.Unit, arch: str) -> None:
+    """A unit compiles to PTX with all of its entries. Where that has an instruction that no unit before had, ptxas
+    assembles it too: what ptxas could still refuse is instructions, and it takes four times as long as NVRTC.
 
-    In a process of its own: once NVRTC 13.0 has been asked for that, it optimizes less whatever comes then.
+    By a compiler that optimizes little: the same code, instantiated. How it comes out means nothing; tests/gpu compiles
+    all formats as they are used. In a process of its own: once NVRTC 13.0 has been asked for that, it optimizes less
+    whatever comes then.
     """
-    found = _process().submit(_report, unit, arch).result()
-    assert not isinstance(found, str), found
-    return found
+    problem = _process().submit(_check, unit, arch).result()
+    assert problem is None, problem
 
 
-def _report(unit: jit.Unit, arch: str) -> dict[str, jit.Resources] | str:
-    """Or what the compiler says: its error would end both processes, as it cannot be sent."""
+_LITTLE = "--Ofast-compile=max"
+_assembled: set[tuple[str, str]] = set()  # architectures and instructions
+
+
+def _check(unit: jit.Unit, arch: str) -> str | None:
+    """What the compiler says against it: its error would end both processes, as it cannot be sent."""
     try:
-        return jit.report(unit, arch)
+        ptx = _ptx(unit, arch)
+        entries = set(re.findall(r"\.entry (\w+)\(", ptx))
+        if entries != set(unit.entries):
+            return f"{unit.name} has the entries {entries}"
+        instructions = re.findall(r"^\s+(?:@!?%\w+ )?([a-z]\w*(?:[.:]+\w+)*)[ ;]", ptx, re.MULTILINE)
+        found = {(arch, name) for name in instructions}
+        if not found <= _assembled:
+            jit.compile_unit(unit, arch)
+            _assembled.update(found)
     except jit.KernelError as error:
         return str(error)
+    return None
+
+
+def _ptx(unit: jit.Unit, arch: str) -> str:
+    from cuda.bindings import nvrtc
+
+    flags = ["--std=c++17", "--device-as-default-execution-space", "--no-cache", _LITTLE]
+    flags += [f"--gpu-architecture={arch.replace('sm', 'compute')}"]
+    flags += [f"--include-path={kernel_folder()}", f"--include-path={jit._headers()}"]
+    _, program = nvrtc.nvrtcCreateProgram(unit.source.encode(), b"unit.cu", 0, [], [])
+    (refused,) = nvrtc.nvrtcCompileProgram(program, len(flags), [os.fsencode(flag) for flag in flags])
+    sizes, texts = (
+        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        if refused
+        else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    )
+    text = bytearray(sizes(program)[1])
+    texts(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    if refused:
+        raise jit.CompileError(unit.name, arch, text.decode(errors="replace"))
+    return text.decode()
 
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _optimize_little)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_optimize_little)
 
 
 def _optimize_little() -> None:
     flags = jit._flags
-    jit._flags = lambda arch: [*flags(arch), "--Ofast-compile=max"]
+    jit._flags = lambda arch: [*flags(arch), _LITTLE]
     os.environ["SIGNPOST_CACHE_DIR"] = tempfile.mkdtemp(prefix="signpost-compiled-")

@@ -27,6 +27,35 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="signpost-emulated-"))
 
 
+def compiled(source: str, emulator: str, flags: tuple[str, ...], link: tuple[str, ...] = ()) -> Path:
+    """A library of C++ that begins with its includes of kernels, behind those of an emulator. What equal includes say
+    is compiled once."""
+    name = hashlib.sha256("\0".join((source, emulator, *flags)).encode()).hexdigest()
+    path = folder() / f"{name}.cpp"
+    library = path.with_suffix(".so")
+    if not library.exists():
+        headers = precompiled((emulator, *re.findall(r'#include "(.+)"', source)), flags)
+        path.write_text(f'#include "{headers.name}"\n{source}')
+        _gcc(*flags, "-c", "-o", str(path.with_suffix(".o")), str(path))
+        _gcc("-shared", "-o", str(library), str(path.with_suffix(".o")), *link)
+    return library
+
+
+@functools.cache
+def precompiled(headers: tuple[str, ...], flags: tuple[str, ...]) -> Path:
+    name = hashlib.sha256("\0".join((*headers, *flags)).encode()).hexdigest()
+    path = folder() / f"{name}.h"
+    path.write_text("".join(f'#include "{header}"\n' for header in headers))
+    _gcc(*flags, "-x", "c++-header", "-o", f"{path}.gch", str(path))
+    return path
+
+
+def _gcc(*options: str) -> None:
+    command = ["g++", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC", f"-I{HERE}", f"-I{kernel_folder()}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
 def build(unit: Unit) -> ctypes.CDLL:
     """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`."""
     cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
@@ -37,16 +66,8 @@ def build(unit: Unit) -> ctypes.CDLL:
         "\n}\n"
         for entry in unit.entries
     )
-    text = f'#include "emulator.h"\n{unit.source}extern "C" int params_size = sizeof(Layers);\n{runs}'
-    source = folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.cpp"
-    library = source.with_suffix(".so")
-    if not library.exists():
-        source.write_text(text)
-        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-        command += [f"-I{HERE}", f"-I{kernel_folder()}", "-o", str(library), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    text = f'{unit.source}extern "C" int params_size = sizeof(Layers);\n{runs}'
+    return ctypes.CDLL(str(compiled(text, "emulator.h", ("-O1",))))
 
 
 class Kernel:

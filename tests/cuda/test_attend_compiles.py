@@ -14,7 +14,7 @@ from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
 from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_alone, takes_bytes, units
-from tests.cuda.compiling import report
+from tests.cuda.compiling import check
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle, without_outliers
 
 ROPE = Rope(128, "half", 1.0, "default")
@@ -45,13 +45,15 @@ def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", h
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_format(case: Case) -> None:
-    assert set(report(unit_of(case), "sm_90a")) == {"attend", "merge", "write_tokens"}
+    unit = unit_of(case)
+    assert set(unit.entries) == {"attend", "merge", "write_tokens"}
+    check(unit, "sm_90a")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
 @pytest.mark.parametrize(("name", "rows"), [("kvquant-4", 1), ("kvquant-2", 2), ("kivi-2", 1), ("small-pages", 1)])
 def test_every_architecture(name: str, rows: int, arch: str) -> None:
-    assert report(recipe_unit(name, rows=rows), arch)
+    check(recipe_unit(name, rows=rows), arch)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_every_architecture(name: str, rows: int, arch: str) -> None:
     ],
 )
 def test_rows_and_model_types(dtype: str, rows: int) -> None:
-    assert report(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
+    check(recipe_unit("kvquant-2", rows=rows, dtype=dtype), "sm_90a")
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -79,21 +81,21 @@ def test_outliers_on_one_side_with_many_rows(side: str, arch: str, rows: int) ->
         PageGeometry.of(fmt, 8, 128, name)
         for name, fmt in (("key", plain.get("key", formats.key)), ("value", plain.get("value", formats.value)))
     )
-    assert report(attend_unit(key, value, ROPE, "__half", rows, True), arch)
+    check(attend_unit(key, value, ROPE, "__half", rows, True), arch)
 
 
 @pytest.mark.parametrize("d", [128, 256])
 @pytest.mark.parametrize("rows", [12, 16])
 def test_outliers_on_both_sides_with_many_rows(rows: int, d: int) -> None:
     """Where not all rows fit a block, fewer do."""
-    assert report(recipe_unit("kvquant-4", d, rows), "sm_89")
+    check(recipe_unit("kvquant-4", d, rows), "sm_89")
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     """Or one, where two do not fit."""
-    assert report(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
+    check(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
 )
 def test_warps_alone(name: str, rows: int, arch: str) -> None:
     """Or not, where a warp's ring would have no room for a query."""
-    assert report(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
+    check(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
 
 
 def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:

@@ -6,10 +6,7 @@ The cases are fewer than those of tests/gpu/test_attention.py, since a block of 
 import ctypes
 import functools
 import shutil
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +16,13 @@ from runtime.attention import PagedAttention, _Attend, _Merge, _Write
 from runtime.codec import Codec
 from runtime.pack import device_tables
 from runtime.rope import Rotation
-from runtime.sources import kernel_folder
 from runtime.units import INTEGERS, MOST_ROWS, WRITE_THREADS, Sharing, takes_alone
+from tests.cuda.emulated import compiled
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle, without_outliers
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
-HERE = Path(__file__).parent
 ALLOWED, FLOOR = 2.0, 4e-4  # as tests/gpu/test_attention.py
 # Where keys are halves, a number is rounded when its outlier is added and twice when RoPE turns it, by a factor that is
 # rounded, and so is the query: five times, which for fp16 attention are one.
@@ -35,15 +31,9 @@ BLOCKS = 3  # of a launch: stretches that begin and end within heads
 
 
 @functools.cache
-def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="signpost-attend-"))
-
-
-@functools.cache
 def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
     """The unit as a library of this machine: attend(grid, tiles, params), merge(pairs, tiles, params). races: it finds
     those in shared memory, and `races_found()` says how many. arch: whose shared memory there is."""
-    path = folder() / f"{abs(hash((source, races, arch)))}.cpp"
     for before, after in (
         (
             "extern __shared__ __align__(128) unsigned char shared[];",
@@ -56,11 +46,8 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
     ):
         assert before in source
         source = source.replace(before, after)
-    path.write_text(
-        ("#define SIGNPOST_RACES\n" if races else "")
-        + f"#define __CUDA_ARCH__ {arch}\n"
-        + f'#include "attend_emulator.h"\n{source}'
-        + ('extern "C" int races_found() { return races::found; }\n' if races else "")
+    source += (
+        ('extern "C" int races_found() { return races::found; }\n' if races else "")
         + 'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
         'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
@@ -71,26 +58,11 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
     )
-    unit, library = path.with_suffix(".o"), path.with_suffix(".so")
-    # To compile takes longer than to run, but where accesses are watched.
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1" if races else "-O0",
-        "-g1",
-        "-fno-strict-aliasing",
-        "-ffp-contract=off",
-        "-w",
-        "-fPIC",
-    ]
-    command += (
-        ["-fsanitize=thread", "-fno-gnu-unique"] if races else []
-    )  # not linked: tests/cuda/races.h takes its place
-    command += [f"-I{HERE}", f"-I{kernel_folder()}", "-c", "-o", str(unit), str(path)]
-    for step in (command, ["g++", "-shared", "-o", str(library), str(unit), "-ldl"]):
-        done = subprocess.run(step, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    # To compile takes longer than to run, but where accesses are watched: tests/cuda/races.h takes the place of what
+    # the option would link.
+    flags = ("-O1", "-DSIGNPOST_RACES", "-fsanitize=thread", "-fno-gnu-unique") if races else ("-O0",)
+    flags += ("-g1", "-fno-strict-aliasing", f"-D__CUDA_ARCH__={arch}")
+    return ctypes.CDLL(str(compiled(source, "attend_emulator.h", flags, ("-ldl",))))
 
 
 class Kernel:

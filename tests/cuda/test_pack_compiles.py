@@ -9,7 +9,7 @@ from artifacts import Dense, Format, LowRank, PageGeometry, Sketch, Sparse
 from runtime import jit, pack_factors, pack_units
 from runtime.jit import ARCHS, KernelError
 from runtime.keep import keep_unit
-from tests.cuda import compiling
+from tests.cuda.compiling import check
 from tests.formats import kivi, kvquant, random_bundle
 from tests.packing import sides
 
@@ -25,23 +25,13 @@ def cache(tmp_path_factory):
         yield
 
 
-def resources(geometry, rope, dtype, arch, report=jit.report):
-    made = pack_units.plan(geometry, rope, dtype, arch)
-    found = report(pack_units.pack_unit("pack", geometry, rope, dtype, arch), arch)["pack"]
-    assert found.registers * made.threads <= 65536, made
-    return made, found
-
-
 @pytest.mark.parametrize("index", range(len(SIDES)), ids=[side[0] for side in SIDES])
 def test_all_formats_compile_for_hopper(index):
     _, geometry, rope = SIDES[index]
-    made, _ = resources(geometry, rope, INPUTS[index % 3], "sm_90a", compiling.report)
-    assert made.shared <= 227 * 1024
+    assert pack_units.plan(geometry, rope, INPUTS[index % 3], "sm_90a").shared <= 227 * 1024
+    check(pack_units.pack_unit("pack", geometry, rope, INPUTS[index % 3], "sm_90a"), "sm_90a")
     for unit in pack_units.factor_units("pack", geometry, "sm_90a"):
-        found = jit.report(unit, "sm_90a")
-        for entry, launch in pack_factors.launches(geometry).items() if unit.name == "pack-factors" else ():
-            assert found[entry].spill_bytes == found[entry].stack == 0, entry
-            assert found[entry].registers * launch.threads * launch.blocks <= 65536, entry
+        check(unit, "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -62,7 +52,7 @@ def test_other_architectures(arch):
     """Every 17th format on each, others on every one: so all types of numbers, keys and values."""
     for index in range(3 * ARCHS.index(arch), len(SIDES), 17):
         _, geometry, rope = SIDES[index]
-        resources(geometry, rope, INPUTS[index % 3], arch, compiling.report)
+        check(pack_units.pack_unit("pack", geometry, rope, INPUTS[index % 3], arch), arch)
 
 
 def test_units_of_a_bundle():
@@ -93,7 +83,9 @@ LLAMA = [
 def test_recipes_at_full_size(name, geometry):
     """Llama-2-7B's layer: nothing spills, and every number is read once."""
     rope = SIDES[-1][2]
-    made, found = resources(geometry, rope, torch.float16, "sm_90a")
+    made = pack_units.plan(geometry, rope, torch.float16, "sm_90a")
+    found = jit.report(pack_units.pack_unit("pack", geometry, rope, torch.float16, "sm_90a"), "sm_90a")["pack"]
+    assert found.registers * made.threads <= 65536
     assert found.spill_bytes == 0
     assert found.stack <= STACK
     assert made.store == "SHARED"

@@ -122,6 +122,7 @@ def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1):
 
 
 OTHERS = ["smooth", "equal", "huge"]
+SMALL = [geometry for _, geometry, _ in SIDES if geometry.shape.h_kv * geometry.shape.d <= 512]  # thread after thread
 
 
 # Keys of every other format and values of those between: on a GPU both sides of all are packed (tests/gpu).
@@ -130,13 +131,14 @@ ALTERNATE = [i for i in range(len(SIDES)) if (i // 2 + i) % 2 == 0]
 
 @pytest.mark.parametrize("index", ALTERNATE, ids=[SIDES[i][0] for i in ALTERNATE])
 def test_prompts(index):
-    """Numbers on a grid; of half of the formats also like a cache's, equal ones, or too many outliers."""
+    """Numbers on a grid; of half of the small ones also like a cache's, equal ones, or too many outliers."""
     _, geometry, rope = SIDES[index]
-    pages = 2 if geometry.shape.d < 256 else 1  # one thread after the other
+    small = geometry in SMALL
+    pages = 2 if small else 1
     check_prompt(geometry, rope, torch.float16, "sm_90a", "grid", pages=pages)
     # Norms of other numbers are rounded in another order than torch's.
     norms = geometry.format.dense is not None and geometry.format.dense.normalize == "norm"
-    if ALTERNATE.index(index) // 2 % 2:  # keys and values alike
+    if ALTERNATE.index(index) // 2 % 2 or not small:  # keys and values alike
         return
     check_prompt(geometry, rope, torch.float16, "sm_90a", OTHERS[index % 3 or int(norms)], pages=pages)
 
@@ -164,7 +166,7 @@ def test_outliers_of_recipes(name, geometry, rope, dtype, kind):
     check_prompt(geometry, rope, dtype, "sm_90a", kind, b=2)
 
 
-NARROW = [side for side in SIDES if side[1].shape.d < 256]  # one thread after the other, 256 channels take minutes
+NARROW = [side for side in SIDES if side[1].shape.d < 256]
 
 
 @pytest.mark.parametrize("index", range(0, len(NARROW), 8))
@@ -195,7 +197,9 @@ def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
 
 
 FEW = SIDES[-6:] + [
-    side for i, side in enumerate(SIDES[:-6]) if i % 9 == 0 or (not side[1].format.lowrank and i % 6 == 0)
+    side
+    for i, side in enumerate(SIDES[:-6])
+    if (i % 9 == 0 or (not side[1].format.lowrank and i % 6 == 0)) and side[1].shape.d < 256
 ]
 
 
@@ -321,7 +325,7 @@ def test_a_page_from_window_and_prompt():
     assert not differences(got, wanted)
 
 
-FACTORS = [side for side in SIDES if side[1].format.lowrank and side[1].shape.d < 256]
+FACTORS = [side for side in SIDES if side[1].format.lowrank and side[1] in SMALL]
 FACTORS = FACTORS[:2] + [side for side in FACTORS[2:] if side[1].format.sketch][:3]
 
 
@@ -390,16 +394,16 @@ def test_steps_with_factors(name, geometry, rope, room, monkeypatch):
             assert (store[1] == 0xFF).all()
 
 
-SMALL = [side for side in SIDES if side[1].shape.h_kv * side[1].shape.d <= 256]
-TOGETHER = list(dict.fromkeys([*SMALL[::7], *[side for side in SMALL if side in FACTORS][:3]]))
+SMALLEST = [side for side in SIDES if side[1].shape.h_kv * side[1].shape.d <= 256]
+TOGETHER = list(dict.fromkeys([*SMALLEST[::8], *[side for side in SMALLEST if side in FACTORS][:2]]))
 
 
-@pytest.mark.parametrize("few", [False, True], ids=["together", "one-by-one"])
-@pytest.mark.parametrize("name, geometry, rope", TOGETHER, ids=[side[0] for side in TOGETHER])
-def test_prompts_of_several_layers(name, geometry, rope, few, monkeypatch):
+@pytest.mark.parametrize("index", range(len(TOGETHER)), ids=[side[0] for side in TOGETHER])
+def test_prompts_of_several_layers(index, monkeypatch):
     """Two of three layers, two of three rows in another order: as each layer by itself. A launch takes all of the
     layers or one, and there is work space for all sequences or one."""
-    if few:
+    _, geometry, rope = TOGETHER[index]
+    if index % 2:
         monkeypatch.setattr(pack, "LAYERS_AT_ONCE", 1)
         monkeypatch.setattr(pack_factors, "ROOM", 1)
     packer, _, _ = factorizing(geometry, rope, monkeypatch, layers=3)

@@ -7,7 +7,7 @@ from artifacts import PageGeometry
 from runtime import jit
 from runtime.jit import ARCHS
 from runtime.unpack import launched, shared_bytes, units, unpack_unit
-from tests.cuda import compiling
+from tests.cuda.compiling import check
 from tests.formats import CASES, kivi, kvquant, random_bundle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -30,14 +30,14 @@ def unit_of(case, dtype):
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_all_formats_compile_for_hopper(index):
-    compiling.report(unit_of(CASES[index], DTYPES[index % 3]), "sm_90a")
+    check(unit_of(CASES[index], DTYPES[index % 3]), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_90a"])
 def test_other_architectures(arch):
     """Every 17th format on each, others on every one."""
     for index in range(3 * ARCHS.index(arch), len(CASES), 17):
-        compiling.report(unit_of(CASES[index], DTYPES[index % 3]), arch)
+        check(unit_of(CASES[index], DTYPES[index % 3]), arch)
 
 
 def test_units_of_a_bundle():
