@@ -2,12 +2,16 @@
 
     python -m benchmarks.soak --bundle FOLDER --requests 10000 --out soak.json
     python -m benchmarks.soak --bundle FOLDER --model FOLDER --device cuda --out soak.json
+    python -m benchmarks.soak --bundle FOLDER --reuse 4 --alike 0.6 --longest-prompt 500 --pool 3000 --out soak.json
 
 Prompts are random tokens of random length; some requests are greedy, some drawn from seeds of their own, some have
 stop tokens; some are cancelled while they wait, between the chunks of their prompt, or while they decode. More always
 wait than the pool has room for. At the end
 * the engine must hold what it held before: pages, segments, promises, sequences, bytes of tensors, objects;
 * a random sample of the requests that ran to their end must have the tokens that each has alone in a fresh engine.
+With --reuse the engine keeps texts of requests that have ended, and a share of the prompts, --alike, begin with all or
+some of one of the last texts. What stands in the cache of those that come behind others' tokens has another history
+than alone, so they are not compared; at the end the engine lets the texts go and must hold what it held.
 
 The sum of a matrix product takes another order for another size of batch, which changes last bits, and a last bit can
 choose another token. On the CPU the model's matrix products are therefore done row by row, so that a sequence's
@@ -54,6 +58,8 @@ from runtime.sampling import choose
 
 WAITING = 4  # requests that wait at any time
 TEXTS = 8  # of which the bound is measured
+WARM = 30  # requests that come first, where texts are kept
+RECENT, TURN = 8, 20  # texts that prompts begin like, and tokens that they add at least
 TRIES, HALVINGS = 1000, 16  # changes of logits that are tried where a drawn token differs, and their sizes
 
 
@@ -70,6 +76,8 @@ class Load:
     chunk: int = 64
     pool: int = 1060  # tokens that the pool has pages for
     cancelled: float = 0.2  # share of requests
+    reuse: int = 0  # texts that are kept
+    alike: float = 0.0  # share of prompts that begin as a text before
 
     @property
     def max_tokens(self) -> int:
@@ -89,14 +97,18 @@ class Wish:
     patience: int
 
 
-def wishes(load: Load, vocabulary: int) -> Iterator[Wish]:
-    """Endlessly many."""
+def wishes(load: Load, vocabulary: int, said: Sequence[tuple[int, ...]]) -> Iterator[Wish]:
+    """Endlessly many. said: texts, prompts and answers, of the requests that have ended."""
     draw = random.Random(load.seed)
     while True:
         cancel = draw.choice(("waiting", "prompt", "decoding")) if draw.random() < load.cancelled else ""
         shortest = min(load.chunk + 1, load.longest_prompt) if cancel == "prompt" else 1
         new = draw.randint(1, load.most_new)
         prompt = tuple(draw.choices(range(vocabulary), k=draw.randint(shortest, load.longest_prompt)))
+        if load.alike and said and draw.random() < load.alike:
+            text = draw.choice(said)
+            begun = text[: draw.choice((len(text), draw.randint(1, len(text))))]
+            prompt = (*begun, *prompt)[: max(len(prompt), min(len(begun) + TURN, load.longest_prompt))]
         sampling = Sampling(draw.choice((0.0, 0.7, 1.0, 1.5)), draw.choice((1.0, 0.9)), draw.getrandbits(40))
         stop: tuple[int | tuple[int, ...], ...] = ()
         if draw.random() < 0.3:  # each a fiftieth of all tokens, or two in a row
@@ -115,26 +127,30 @@ def budget(bundle: Bundle, load: Load, full_bytes: int) -> int:
     tables = sum(4 * side.format.window.pages(load.max_tokens, side.format.t) for side in geometry.sides)
     exact = geometry.exact_bytes(load.max_tokens, full_bytes)
     pool = geometry.cache_bytes(load.pool, full_bytes) - geometry.exact_bytes(load.pool, full_bytes) - empty
-    return load.sequences * (empty + exact + tables) + pool
+    return (load.sequences + load.reuse) * (empty + exact + tables) + pool
 
 
 def engine_for(model: PreTrainedModel, bundle: Bundle, load: Load) -> Engine:
-    """The engine under load, and warm: one request of full length has loaded kernels and made tables."""
+    """The engine under load, and warm: a few requests have loaded kernels and made tables."""
     decoder = HFDecoder(model, bundle)
     size = budget(bundle, load, decoder.dtype.itemsize)
-    engine = Engine(decoder, bundle, load.sequences, load.max_tokens, size, load.chunk)
+    engine = Engine(decoder, bundle, load.sequences, load.max_tokens, size, load.chunk, reuse=load.reuse)
     if engine.max_tokens < load.max_tokens:
         raise SystemExit(
             f"requests of {load.max_tokens} tokens (--longest-prompt, --most-new): the model or the pool holds "
             f"{engine.max_tokens}; ask for shorter ones, or give more (--pool)"
         )
-    engine.submit([1] * load.longest_prompt, load.most_new, Sampling(1.0))
-    engine.run()
+    if load.reuse:
+        serve(engine, replace(load, requests=WARM, seed=load.seed + 1), lambda done: None)
     return engine
 
 
-def held(engine: Engine) -> dict[str, int]:
-    """What an engine holds that could leak."""
+def held(engine: Engine, load: Load) -> dict[str, int]:
+    """What an engine holds that could leak, when one request of full length has run and no text is kept: what is
+    remembered of the newest step is as large every time."""
+    engine.submit([1] * load.longest_prompt, load.most_new, Sampling(1.0))
+    engine.run()
+    engine.reuse.clear()
     gc.collect()
     books = [tables.book for tables in engine.kv.room.tables.values()]
     objects = gc.get_objects()
@@ -173,11 +189,14 @@ class Served:
     fills: list[float]  # of steps behind which requests wait
     tokens: int = 0
     steps: int = 0
+    behind: int = 0  # requests that came behind tokens of others
+    reused: int = 0  # those tokens
 
 
 def serve(engine: Engine, load: Load, tell: Callable[[int], None]) -> Served:
     """All requests, from the first to the last."""
-    coming, left, served = wishes(load, engine.decoder.vocabulary), load.requests, Served([], Counter(), Counter(), [])
+    left, served, said = load.requests, Served([], Counter(), Counter(), []), list[tuple[int, ...]]()
+    coming = wishes(load, engine.decoder.vocabulary, said)
     going: list[tuple[Wish, Generation, int]] = []  # and the step when it came
     while left or not engine.idle:
         while left and len(engine.waiting) < WAITING:
@@ -196,7 +215,11 @@ def serve(engine: Engine, load: Load, tell: Callable[[int], None]) -> Served:
             if request.reason is not None:
                 served.reasons[request.reason] += 1
                 served.tokens += len(request.tokens)
-                if request.reason in ("length", "stop"):
+                served.behind, served.reused = served.behind + (request.reused > 0), served.reused + request.reused
+                if load.alike:
+                    said.append((*wish.prompt, *request.tokens))
+                    del said[:-RECENT]
+                if request.reason in ("length", "stop") and not request.reused:
                     served.finished.append((wish, request.tokens))
         going = [entry for entry in going if entry[1].reason is None]
         tell(load.requests - left - len(going))
@@ -339,9 +362,9 @@ def soak(
     """Figures of a run; `leaks` and `wrong` are empty if all is well. exact: matrix products row by row."""
     with row_by_row(model) if exact else torch.no_grad():
         engine = engine_for(model, bundle, load)
-        before, start = held(engine), time.perf_counter()
+        before, start = held(engine, load), time.perf_counter()
         served = serve(engine, load, partial(tell, "served"))
-        seconds, after = time.perf_counter() - start, held(engine)
+        seconds, after = time.perf_counter() - start, held(engine, load)
         # What has been served holds lists of tokens, no tensors: whatever is more than before has leaked.
         leaks = {name: [n, after[name]] for name, n in before.items() if after[name] != n}
         books = [tables.book for tables in engine.kv.room.tables.values()]
@@ -350,6 +373,8 @@ def soak(
             "ended": dict(served.reasons),
             "cancelled": dict(served.cancelled),
             "tokens": served.tokens,
+            "behind_others": served.behind,
+            "reused_tokens": served.reused,
             "steps": served.steps,
             "seconds": round(seconds, 1),
             "pages": [book.capacity for book in books],

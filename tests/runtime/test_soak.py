@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import runtime.engine
+import runtime.reuse
 from benchmarks import soak
 from benchmarks.soak import Load, Wish, could_be, row_by_row, verdict
 from runtime import Sampling
@@ -43,6 +44,19 @@ def test_whole_batches_on_the_cpu():
     assert (found["leaks"], found["wrong"]) == ({}, [])
     assert found["bound"] > 0
     assert found["same"] + found["near"] == 8
+
+
+CHATS = replace(LOAD, longest_prompt=90, pool=400, reuse=3, alike=0.7)
+
+
+def test_with_kept_texts(monkeypatch):
+    """Texts are let go at the end; who came behind none has the tokens of a fresh engine."""
+    monkeypatch.setattr(runtime.reuse, "LEAST", 32)
+    found = soaked(load=replace(CHATS, requests=24, checked=4))
+    assert (found["leaks"], found["wrong"]) == ({}, [])
+    assert found["same"] == found["checked"] == 4
+    assert 0 < found["behind_others"] < 24
+    assert found["reused_tokens"] >= 32 * found["behind_others"]
 
 
 def test_a_forgotten_page_is_found(monkeypatch):
