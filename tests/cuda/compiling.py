@@ -11,15 +11,16 @@ from runtime import jit
 from runtime.sources import kernel_folder
 
 
-def check(unit: jit.Unit, arch: str) -> None:
+def check(unit: jit.Unit, arch: str, assembled: bool = True) -> None:
     """A unit compiles to PTX with all of its entries. Where that has an instruction that no unit before had, ptxas
-    assembles it too: what ptxas could still refuse is instructions, and it takes four times as long as NVRTC.
+    assembles it too, unless it is not to: what ptxas could still refuse is instructions, and it takes four times as
+    long as NVRTC.
 
     By a compiler that optimizes little: the same code, instantiated. How it comes out means nothing; tests/gpu compiles
     all formats as they are used. In a process of its own: once NVRTC 13.0 has been asked for that, it optimizes less
     whatever comes then.
     """
-    problem = _process().submit(_check, unit, arch).result()
+    problem = _process().submit(_check, unit, arch, assembled).result()
     assert problem is None, problem
 
 
@@ -27,7 +28,7 @@ _LITTLE = "--Ofast-compile=max"
 _assembled: set[tuple[str, str]] = set()  # architectures and instructions
 
 
-def _check(unit: jit.Unit, arch: str) -> str | None:
+def _check(unit: jit.Unit, arch: str, assembled: bool) -> str | None:
     """What the compiler says against it: its error would end both processes, as it cannot be sent."""
     try:
         ptx = _ptx(unit, arch)
@@ -36,7 +37,7 @@ def _check(unit: jit.Unit, arch: str) -> str | None:
             return f"{unit.name} has the entries {entries}"
         instructions = re.findall(r"^\s+(?:@!?%\w+ )?([a-z]\w*(?:[.:]+\w+)*)[ ;]", ptx, re.MULTILINE)
         found = {(arch, name) for name in instructions}
-        if not found <= _assembled:
+        if assembled and not found <= _assembled:
             jit.compile_unit(unit, arch)
             _assembled.update(found)
     except jit.KernelError as error:
