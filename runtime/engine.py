@@ -354,6 +354,7 @@ class Engine:
         """The request's prompt is in the cache, and the model says this token."""
         assert request.sequence is not None
         self.running[request.sequence] = request
+        self.reuse.begun()
         self._begun(request)
         self._take(request, token)
 

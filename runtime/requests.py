@@ -70,6 +70,7 @@ class Generation:
     prefix  what the prompt comes behind
     kept    a text that an engine has kept (`runtime.reuse`), which the prompt begins with, and the prefix
     apart   its prompt is not processed together with others': that failed
+    looked  up to which news of texts nothing was found that the prompt begins as (`runtime.reuse`)
     """
 
     prompt: tuple[int, ...]
@@ -84,6 +85,7 @@ class Generation:
     prefix: Prefix | None = None
     kept: Prefix | None = None
     apart: bool = False
+    looked: int = -1
 
     def __str__(self) -> str:
         behind = f" behind {self.prefix}" if self.prefix else ""

@@ -23,6 +23,11 @@ class Reuse:
         self.kv, self.sequences = kv, sequences
         self._texts: dict[Prefix, NDArray[np.int64]] = {}  # the least recently used first
         self._stems: set[Prefix] = set()  # those that are beginnings of others
+        self._news = 0  # counts texts, and requests that have begun: what prompts may begin as
+
+    def begun(self) -> None:
+        """A request runs that others may begin as."""
+        self._news += 1
 
     @property
     def texts(self) -> list[Prefix]:
@@ -32,7 +37,7 @@ class Reuse:
     def find(self, request: Generation, running: Iterable[Generation]) -> Prefix | None:
         """The text that has most of what the request begins with, more than its prefix; it is kept until the request
         has begun (`Prefix.wanted`). None where that is less than `LEAST` tokens."""
-        if not self.sequences:
+        if not self.sequences or request.looked == self._news:
             return None
         wanted = request.text[:-1]  # one token at least is the request's own
         # How many tokens each has of it, and whether these are all of a text.
@@ -47,6 +52,7 @@ class Reuse:
             found.append((self.kv.cut(alike), False, other.sequence))
         most, whole, source = max(found, key=lambda each: each[:2], default=(0, False, 0))
         if most < LEAST or most <= (request.prefix.total if request.prefix else 0):
+            request.looked = self._news  # who waits for room does not look again at every step
             return None
         chosen = source if isinstance(source, Prefix) and whole else self._stem(source, wanted[:most])
         if chosen is not None:
@@ -84,6 +90,7 @@ class Reuse:
         taken = {text.sequence for text in self._texts}
         free = next(i for i in self.sequences if i not in taken)
         self.kv.fork(source, free, len(tokens))
+        self._news += 1
         text = Prefix(tuple(tokens.tolist()), 0, free)
         self._texts[text] = tokens
         return text

@@ -255,6 +255,25 @@ def test_random_requests_leave_nothing_behind(name, chunk):
     assert state(engine) == start
 
 
+def test_who_waits_for_room_looks_once(monkeypatch):
+    """And again when there is something new."""
+    looked, alike = [], reuse.begins_alike
+    monkeypatch.setattr(reuse, "begins_alike", lambda a, b: looked.append(b) or alike(a, b))
+    engine = reusing(CUT, budget=pool_bytes(ALL[CUT], 200, 5, 200))
+    first = engine.submit(prompt(100), 60)
+    while not first.tokens:
+        engine.step()
+    other = engine.submit(prompt(90, 1), 60)
+    engine.step()
+    assert len(looked) == 1
+    for _ in range(5):
+        engine.step()
+    assert (len(looked), other.tokens, len(engine.running)) == (1, [], 1)  # it waits for pages
+    engine.run()
+    assert len(looked) == 2  # the first request's text
+    assert other.tokens == generated(ALL[CUT], prompt(90, 1), 60)
+
+
 def test_without_texts_nothing_is_kept():
     engine = engine_for(CUT)
     for _ in range(2):
