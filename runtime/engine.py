@@ -95,7 +95,11 @@ class Engine:
         short: int = SHORT,
         reuse: int = 0,
     ):
-        if sequences < 1 or min(prefixes, reuse) < 0:
+        if (
+            any(not isinstance(n, int) for n in (sequences, prefixes, reuse))
+            or sequences < 1
+            or min(prefixes, reuse) < 0
+        ):
             raise ValueError(
                 f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: at least 1 sequence for requests, and 0 "
                 "or more beside them for prefixes and for texts that are kept"
@@ -366,6 +370,9 @@ class Engine:
         admitted: list[Generation] = []
         try:
             for request in few:
+                # For want of room one may have had to come behind less than the others.
+                if admitted and request.source is not admitted[0].source:
+                    break
                 if not self._reserve(request, admitted):
                     break
                 admitted.append(request)
@@ -443,6 +450,9 @@ class Engine:
                     return False  # they will end
                 if self._let_others_begin_alone(work):
                     continue
+                if isinstance(work, Generation) and work.kept is not None:
+                    work.begin_alone()  # what it then needs is another matter, which the next step sees to
+                    return False
                 raise CacheFullError(
                     f"{work}: nothing runs that could end, and the cache has no room for it beside "
                     f"{self.prefixes.names(but=work)}: drop a prefix, or give the cache a larger budget"
@@ -452,9 +462,10 @@ class Engine:
         return True
 
     def _let_others_begin_alone(self, work: Generation | Prefix) -> bool:
-        """Lets one of the others that wait not come behind a kept text, which may go then; whether there was one."""
+        """Lets one of the others that wait not come behind a kept text, which may go then; whether there was one. One
+        that the work comes behind itself stays in any case."""
         for other in self.waiting:
-            if other is not work and isinstance(other, Generation) and other.kept is not None:
+            if isinstance(other, Generation) and other.kept is not None and other.kept is not work.source:
                 other.kept.wanted.pop(other)
                 other.kept = None
                 return True
@@ -498,10 +509,12 @@ class Engine:
             self.running.pop(request.sequence, None)
         if not self.running:
             self._flights.clear()  # nobody waits for these
-        if reason in ("length", "stop"):
-            self.reuse.keep(request)
-        self._leave(request)
-        self._begun(request)
+        try:
+            if reason in ("length", "stop"):
+                self.reuse.keep(request)
+        finally:
+            self._leave(request)
+            self._begun(request)
 
     def _begun(self, request: Generation) -> None:
         """The request needs what it comes behind no more: it has the pages, or has ended."""

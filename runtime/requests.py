@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from operator import index
 from typing import ClassVar, Literal
 
@@ -70,7 +71,8 @@ class Generation:
     prefix  what the prompt comes behind
     kept    a text that an engine has kept (`runtime.reuse`), which the prompt begins with, and the prefix
     apart   its prompt is not processed together with others': that failed
-    looked  up to which news of texts nothing was found that the prompt begins as (`runtime.reuse`)
+    looked  up to which news of texts nothing was found that the prompt begins as (`runtime.reuse`); infinite where none
+            is looked for
     """
 
     prompt: tuple[int, ...]
@@ -85,7 +87,7 @@ class Generation:
     prefix: Prefix | None = None
     kept: Prefix | None = None
     apart: bool = False
-    looked: int = -1
+    looked: float = -1
 
     def __str__(self) -> str:
         behind = f" behind {self.prefix}" if self.prefix else ""
@@ -120,6 +122,12 @@ class Generation:
     def total(self) -> int:
         """Tokens that the cache must have room for: the last new one is never fed back."""
         return len(self.text) + self.max_new_tokens - 1
+
+    def begin_alone(self) -> None:
+        """Lets it not come behind the kept text that was found for it, nor behind another."""
+        assert self.kept is not None
+        self.kept.wanted.pop(self)
+        self.kept, self.looked = None, inf
 
     def draw_again(self, ahead: int = 0) -> None:
         """Sets the draws to where they were before the next token: a step that broke off may have drawn for it.

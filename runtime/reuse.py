@@ -37,7 +37,7 @@ class Reuse:
     def find(self, request: Generation, running: Iterable[Generation]) -> Prefix | None:
         """The text that has most of what the request begins with, more than its prefix; it is kept until the request
         has begun (`Prefix.wanted`). None where that is less than `LEAST` tokens."""
-        if not self.sequences or request.looked == self._news:
+        if not self.sequences or request.looked >= self._news:
             return None
         wanted = request.text[:-1]  # one token at least is the request's own
         # How many tokens each has of it, and whether these are all of a text.

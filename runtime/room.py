@@ -225,12 +225,12 @@ class Room:
 
     def whole_pages(self, n: int) -> int:
         """The most tokens of n that sinks and whole pages hold on all sides, none of them in a window; 0 if never."""
-        step = lcm(*(tables.t for tables in self.tables.values()))
-        for m in range(n, max(0, n - step), -1):
-            held = [
-                tables.window.sinks + tables.window.pages(m, tables.t) * tables.t for tables in self.tables.values()
-            ]
-            if all(tokens == m for tokens in held):
+        if any(tables.window.recent for tables in self.tables.values()):
+            return 0
+        kinds = {(tables.t, tables.window.sinks) for tables in self.tables.values()}
+        (t, sinks), whole = max(kinds, default=(1, 0)), lcm(*(t for t, _ in kinds))
+        for m in range(n - (n - sinks) % t, max(0, n - whole), -t):
+            if all(m >= sinks and (m - sinks) % t == 0 for t, sinks in kinds):
                 return m
         return 0
 

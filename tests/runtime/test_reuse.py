@@ -1,6 +1,8 @@
 """Texts that an engine keeps and prompts that begin alike: tokens are those behind a prefix, and nothing leaks."""
 
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from artifacts import Window
 from runtime import KVCache, reuse
 from runtime.cache import LayerCache
 from runtime.decoding import HostSteps
 from runtime.hf_decoder import HFDecoder
 from runtime.prompts import Prompt
+from runtime.room import Room
 from tests.attending import pool_bytes
 from tests.formats import kvquant
 from tests.runtime.test_engine import MODEL, generated, prompt
@@ -253,6 +257,64 @@ def test_random_requests_leave_nothing_behind(name, chunk):
     assert not any(text.wanted for text in engine.reuse.texts)
     engine.reuse.clear()
     assert state(engine) == start
+
+
+def test_who_begins_alone_is_in_no_pass_with_those_behind_a_text():
+    """The first of two that come behind one text finds no room until others that wait let a second one go."""
+    for tokens in range(300, 364, 16):
+        engine = reusing(CUT, max_tokens=400, budget=pool_bytes(ALL[CUT], tokens, 5, 400))
+        texts = prompt(97, 1), prompt(193, 2)
+        for text in texts:
+            engine.submit(text, 1)
+            engine.run()
+        wanted = ((texts[0], 20, 80), (texts[0], 19, 20), (texts[1], 5, 20))
+        requests = [engine.submit([*text, *prompt(n, n)], new) for text, n, new in wanted]
+        engine.run()
+        for request in requests:
+            assert request.reason == "length", request.error
+            known = request.prompt[: request.reused], request.prompt[request.reused :]
+            expected = by_hand(CUT, *known, request.max_new_tokens) if request.reused else None
+            assert request.tokens == (expected or generated(ALL[CUT], list(request.prompt), request.max_new_tokens))
+        engine.reuse.clear()
+        assert not any(engine.kv.lengths)
+        assert all(len(book.free) == book.capacity for book in books(engine))
+
+
+def test_who_has_no_room_behind_a_text_begins_without():
+    """Behind its prefix alone, whose pages are others than the text's."""
+    for tokens in range(220, 300, 16):
+        found = []
+        for texts in (0, 2):
+            budget = pool_bytes(ALL[CUT], tokens, 4 + texts, 200)
+            engine = reusing(CUT, prefixes=1, reuse=texts, budget=budget)
+            system = prompt(100, 1)
+            engine.submit([*system, *prompt(30, 2)], 1)
+            engine.run()
+            prefix = engine.prefix(system)
+            engine.run()
+            request = engine.submit([*prompt(30, 2), *prompt(20, 3)], 30, prefix=prefix)
+            engine.run()
+            found.append(request.reason)
+        assert found[0] == found[1] == "length"
+
+
+@given(st.integers(0, 300), st.integers(0, 70), st.sampled_from([(16, 16), (16, 32), (32, 48)]), st.integers(0, 5))
+def test_whole_pages_are_what_windows_say(n, recent, pages, sinks):
+    """By trying all numbers of tokens."""
+    tables = {i: SimpleNamespace(t=t, window=Window(sinks + i % 2, recent // 9)) for i, t in enumerate(pages)}
+    room = SimpleNamespace(tables=tables)
+    held = [
+        m
+        for m in range(1, n + 1)
+        if all(x.window.sinks + x.window.pages(m, x.t) * x.t == m for x in tables.values()) and n - m < math.lcm(*pages)
+    ]
+    assert Room.whole_pages(room, n) == max(held, default=0)
+
+
+@pytest.mark.parametrize("options", [{"reuse": -1}, {"reuse": 1.5}, {"prefixes": "2"}, {"reuse": None}])
+def test_numbers_of_texts_that_are_none(options):
+    with pytest.raises(ValueError, match=r"reuse=.*0 or more beside them for prefixes and for texts"):
+        reusing(CUT, **options)
 
 
 def test_who_waits_for_room_looks_once(monkeypatch):
