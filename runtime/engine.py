@@ -96,13 +96,13 @@ class Engine:
         reuse: int = 0,
     ):
         if (
-            any(not isinstance(n, int) for n in (sequences, prefixes, reuse))
+            any(not hasattr(n, "__index__") for n in (sequences, prefixes, reuse))
             or sequences < 1
             or min(prefixes, reuse) < 0
         ):
             raise ValueError(
-                f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: at least 1 sequence for requests, and 0 "
-                "or more beside them for prefixes and for texts that are kept"
+                f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: whole numbers, at least 1 sequence for requests, "
+                "and 0 or more beside them for prefixes and for texts that are kept"
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")

@@ -298,10 +298,16 @@ def test_who_has_no_room_behind_a_text_begins_without():
         assert found[0] == found[1] == "length"
 
 
-@given(st.integers(0, 300), st.integers(0, 70), st.sampled_from([(16, 16), (16, 32), (32, 48)]), st.integers(0, 5))
-def test_whole_pages_are_what_windows_say(n, recent, pages, sinks):
-    """By trying all numbers of tokens."""
-    tables = {i: SimpleNamespace(t=t, window=Window(sinks + i % 2, recent // 9)) for i, t in enumerate(pages)}
+@given(
+    st.integers(0, 300),
+    st.sampled_from([0, 0, 0, 1, 40]),
+    st.sampled_from([(16,), (16, 16), (16, 32), (32, 48)]),
+    st.sampled_from([0, 0, 1, 16]),
+    st.integers(0, 5),
+)
+def test_whole_pages_are_what_windows_say(n, recent, pages, more, sinks):
+    """By trying all numbers of tokens. more: sinks of the second side."""
+    tables = {i: SimpleNamespace(t=t, window=Window(sinks + i * more, recent)) for i, t in enumerate(pages)}
     room = SimpleNamespace(tables=tables)
     held = [
         m
