@@ -101,8 +101,8 @@ class Engine:
             or min(prefixes, reuse) < 0
         ):
             raise ValueError(
-                f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: whole numbers, at least 1 sequence for requests, "
-                "and 0 or more beside them for prefixes and for texts that are kept"
+                f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: whole numbers, at least 1 sequence for "
+                "requests, and 0 or more beside them for prefixes and for texts that are kept"
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")

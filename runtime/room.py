@@ -224,7 +224,8 @@ class Room:
             tables.share(source, sequence, n)
 
     def whole_pages(self, n: int) -> int:
-        """The most tokens of n that sinks and whole pages hold on all sides, none of them in a window; 0 if never."""
+        """The most tokens of n that sinks and whole pages hold on all sides, none of them in a window; 0 if never, or
+        where a window always has some."""
         if any(tables.window.recent for tables in self.tables.values()):
             return 0
         kinds = {(tables.t, tables.window.sinks) for tables in self.tables.values()}

@@ -428,7 +428,9 @@ def test_prefixes_that_make_no_sense():
         with pytest.raises(RequestError, match=message):
             use()
     for sequences, prefixes in ((0, 2), (3, -1)):
-        message = rf"sequences={sequences}, prefixes={prefixes}, reuse=0: at least 1 sequence for requests, and 0 or m"
+        message = (
+            rf"sequences={sequences}, prefixes={prefixes}, reuse=0: whole numbers, at least 1 sequence for requests"
+        )
         with pytest.raises(ValueError, match=message):
             engine_for("kvquant", sequences=sequences, prefixes=prefixes)
 
