@@ -116,11 +116,18 @@ struct Packer {
 
     __device__ __forceinline__ void write_residual() {
         if (!page.params.residual) return;
-        for (int i = threadIdx.x; i < A::TOKENS * A::HEADS * A::D; i += A::THREADS) {
-            const int channel = i % A::D, head = i / A::D % A::HEADS, row = i / A::D / A::HEADS;
+        constexpr int PIECES = A::D / 4;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < A::TOKENS * A::HEADS * PIECES; i += A::THREADS) {
+            const int channel = i % PIECES * 4, head = i / PIECES % A::HEADS, row = i / PIECES / A::HEADS;
             if (head >= page.heads) continue;
             const long long place = (static_cast<long long>(page.launched) * A::T + A::token(page.slice, row)) * A::H + page.first_head + head;
-            page.params.residual[place * A::D + channel] = after_outliers(page.number_at(row, head, channel), row, head, channel);
+            float x[4], coded[4];
+            page.numbers_at(x, row, head, channel);
+            if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[k] = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
+            *reinterpret_cast<float4*>(page.params.residual + place * A::D + channel) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 };

@@ -94,11 +94,6 @@ __device__ __forceinline__ float near_quotient(float a, float b) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
     return a * y;
 }
-__device__ __forceinline__ float near_root(float a) {
-    float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
-    return y;
-}
 __device__ __forceinline__ float near_inverse_root(float a) {
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
@@ -174,6 +169,42 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// sum += a b: 16 x 8 times 8 x 8 halves.
+__device__ __forceinline__ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+// Transposes an 8 x 8 matrix of halves: lane 4 r + c holds (row r, columns 2 c and 2 c + 1).
+__device__ __forceinline__ unsigned transpose8(unsigned x) {
+    unsigned y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+// A first operand of 16 x 16 halves from shared memory, where it lies as four matrices of 8 x 8, row by row: those of words 0 to 3. Or its
+// transpose. address: where the lane's row is, which is `matrix_row` of the lane further.
+template <bool TRANSPOSED>
+__device__ __forceinline__ unsigned matrix_row() {
+    const unsigned lane = threadIdx.x % 32;
+    return 16 * (TRANSPOSED ? (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1 : lane);
+}
+template <bool TRANSPOSED>
+__device__ __forceinline__ uint4 load_matrices(unsigned address) {
+    uint4 x;
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    }
+    return x;
+}
+__device__ __forceinline__ uint4 load_shared16(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
 // x rounded to TF32, as a float's bits.
 __device__ __forceinline__ unsigned tensor_float(float x) {
     unsigned y;
@@ -234,12 +265,6 @@ __device__ __forceinline__ bool finite_pair(unsigned x, BF16) { return (x & 0x7F
 __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& low) {
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
-}
-
-// The same in two instructions: the first piece cut off, not rounded. The matrix instruction cuts off what the other has too much.
-__device__ __forceinline__ void cut_float(float x, unsigned& high, unsigned& low) {
-    high = as_word(x) & 0xFFFFE000u;
-    low = as_word(sub(x, as_float(high)));
 }
 
 // Bounds beyond which every number that is not finite lies, NaN included.

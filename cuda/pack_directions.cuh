@@ -1,331 +1,427 @@
-// The best directions of a matrix R of pack_segment.cuh, from G = R^T R: subspace iteration, then Rayleigh and Ritz, as
-// runtime/parts/lowrank.py has them. One CTA a matrix; thread i < D has row i of the D x COLUMNS numbers that are iterated, the others
-// help to multiply with G.
+// The best directions of a matrix R of pack_segment.cuh: G = R^T R, subspace iteration on G, then Rayleigh and Ritz, as
+// runtime/parts/lowrank.py has them. One CTA a matrix. Everything stays in fragments of matrix instructions (16 x 16 first operands of G, sums of
+// 16 rows by eight columns of what is iterated): a warp has two strips of 16 rows. Per iteration it meets the others twice.
 //
-// G is divided by its trace, so that everything is at most 1.
+// G is divided by its trace, so that its numbers are at most SCALE.
 #pragma once
 
-#include "pack_segment.cuh"
+#include "pack_eigen.cuh"
+#include "pack_gram.cuh"
+#include "pack_pieces.cuh"
 
 namespace signpost {
 
-// Eigenvectors of a symmetric matrix of N columns by Jacobi's rotations, N / 2 of them at once. All threads of a CTA; N is even.
-template <int N, int THREADS>
-struct Jacobi {
-    static constexpr int HALF = N / 2, ROW = N + 1, SWEEPS = 6;
-    static constexpr int NUMBERS = 3 * N * ROW;
-
-    struct Turn {
-        int p, q;
-        float c, s;
-    };
-
-    float* const memory;  // the matrix, what it becomes in a round, the vectors: [3][N][ROW]
-
-    __device__ __forceinline__ float* vectors() const { return memory + 2 * N * ROW; }
-
-    // The round's `pair`-th pair of columns, each column in one pair, and what turns them so that their product vanishes, nearly: what is
-    // left is turned away in the next sweep.
-    __device__ __forceinline__ static Turn turn(const float* a, int round, int pair) {
-        const int p = pair ? (round + pair) % (N - 1) : N - 1, q = (round - pair + N - 1) % (N - 1);
-        const float both = a[p * ROW + q];
-        if (!(fabsf(both) > FLOAT_TINY)) return {p, q, 1.0f, 0.0f};
-        const float tau = near_quotient(sub(a[q * ROW + q], a[p * ROW + p]), 2.0f * both);
-        const float t = near_quotient(tau < 0.0f ? -1.0f : 1.0f, fabsf(tau) + near_root(fmaf(tau, tau, 1.0f)));
-        const float c = near_inverse_root(fmaf(t, t, 1.0f));
-        return {p, q, c, mul(t, c)};
-    }
-    __device__ __forceinline__ static void rotate(const Turn& turn, float& x, float& y) {
-        const float kept = x;
-        x = fmaf(turn.c, x, -mul(turn.s, y));
-        y = fmaf(turn.s, kept, mul(turn.c, y));
-    }
-
-    // Begins behind a barrier and ends with one. Eigenvalues are then the diagonal of the returned matrix [N][ROW].
-    __device__ __forceinline__ const float* run() const {
-        for (int i = threadIdx.x; i < N * N; i += THREADS) vectors()[i / N * ROW + i % N] = i / N == i % N ? 1.0f : 0.0f;
-        __syncthreads();
-        float *from = memory, *to = memory + N * ROW;
-#pragma unroll 1
-        for (int i = 0; i < SWEEPS * (N - 1); ++i) {
-            if (i && i % (N - 1) == 0 && diagonal(from)) break;
-            for (int item = threadIdx.x; item < HALF * HALF + HALF * N; item += THREADS) step(from, to, i % (N - 1), item);
-            __syncthreads();
-            float* const kept = from;
-            from = to, to = kept;
-        }
-        return from;
-    }
-
-    // Whether what is beside the diagonal is below the rounding of the largest eigenvalue. The same for all threads.
-    __device__ __forceinline__ static bool diagonal(const float* a) {
-        float most = 0.0f, beside = 0.0f;
-#pragma unroll 1
-        for (int i = 0; i < N; ++i) {
-            most = fmaxf(most, fabsf(a[i * (ROW + 1)]));
-            for (int j = i + 1; j < N; ++j) beside = fmaxf(beside, fabsf(a[i * ROW + j]));
-        }
-        return beside <= 6e-8f * most;
-    }
-
-    // A block of two rows and two columns of the matrix, or two numbers of a row of the vectors.
-    __device__ __forceinline__ void step(const float* from, float* to, int round, int item) const {
-        if (item < HALF * HALF) {
-            const Turn rows = turn(from, round, item / HALF), columns = turn(from, round, item % HALF);
-            float a = from[rows.p * ROW + columns.p], b = from[rows.p * ROW + columns.q];
-            float c = from[rows.q * ROW + columns.p], d = from[rows.q * ROW + columns.q];
-            rotate(rows, a, c);
-            rotate(rows, b, d);
-            rotate(columns, a, b);
-            rotate(columns, c, d);
-            to[rows.p * ROW + columns.p] = a, to[rows.p * ROW + columns.q] = b;
-            to[rows.q * ROW + columns.p] = c, to[rows.q * ROW + columns.q] = d;
-        } else {
-            const Turn columns = turn(from, round, item % HALF);
-            float* const row = vectors() + (item - HALF * HALF) / HALF * ROW;
-            rotate(columns, row[columns.p], row[columns.q]);
-        }
-    }
-};
-
 template <class S, class F>
 struct Directions {
-    static constexpr int D = F::D, THREADS = 2 * D, N = (F::COLUMNS + 3) / 4 * 4, WIDTH = N > 8 ? 16 : 8, WARPS = D / 32;
-    using Eigen = Jacobi<N, THREADS>;
-    static constexpr int PRODUCT_AT = D * N * 4;                         // before: f32 [D][N], the span V
-    static constexpr int PARTS_AT = PRODUCT_AT + D * N * 4;              // before: f32 [D][N], G V
-    static constexpr int EIGEN_AT = PARTS_AT + 2 * WARPS * WIDTH * 4;    // before: f32 [2][WARPS][WIDTH], sums of warps
-    static constexpr int ORDER_AT = EIGEN_AT + align16(Eigen::NUMBERS * 4);
-    static constexpr int PIECES_AT = ORDER_AT + TILE * 4;                // before: int [N]: columns, the largest eigenvalue first
-    static constexpr int N_ROOM = WIDTH, BLOCKS = N_ROOM / 8, PIECE_ROW = D + 16;  // other banks for lanes that load at once
-    static constexpr int BYTES = PIECES_AT + 2 * N_ROOM * PIECE_ROW * 4;  // u32 [2][N_ROOM][PIECE_ROW]
-    // Of the largest eigenvalue: below it, one is the rounding of G.
-    static constexpr float LEAST = 1.2e-7f;
+    static constexpr int D = F::D, THREADS = D, STRIPS = D / 16, HALF = STRIPS / 2, WARPS = D / 32;
+    static constexpr int COLUMNS = F::COLUMNS, BLOCKS = (COLUMNS + 7) / 8, WIDTH = 8 * BLOCKS;  // blocks of eight columns
+    using Eigen = Jacobi<BLOCKS>;
+    using Sums = Gram<S, F>;
+    // G's pieces lie in shared memory, one of each two blocks that mirror each other, a strip's with itself and those behind it around the circle; of
+    // 256 channels in work space, all of them.
+    static constexpr bool RESIDENT = D <= 128;
+    static constexpr int BEHIND = HALF + 1, KEPT = RESIDENT ? STRIPS * BEHIND * 1024 : 0;
+    static constexpr int PARTS_AT = STRIPS * BLOCKS * 512;                     // before: uint4 [STRIPS][BLOCKS][32], V as second operands
+    static constexpr int EIGEN_AT = PARTS_AT + 2 * WARPS * WIDTH * WIDTH * 4;  // before: [2][WARPS][BLOCKS][BLOCKS][32] pairs, sums of warps
+    static constexpr int ENERGY_AT = EIGEN_AT + WIDTH * WIDTH * 4;             // before: f32 [WIDTH][WIDTH], eigenvectors, the largest first
+    static constexpr int GRAM_AT = ENERGY_AT + WIDTH * 4;                      // before: f32 [WIDTH], eigenvalues
+    static constexpr int BYTES = GRAM_AT + KEPT > Sums::BYTES ? GRAM_AT + KEPT : Sums::BYTES;
+    static constexpr float SCALE = 1024.0f;
+    static constexpr float LEAST_TRACE = 1e-30f;  // what is smaller is zero as halves, too
+    static constexpr float LEAST = 1.2e-7f;  // of the largest eigenvalue: below it, one is the rounding of G
+    // A column of which a pass leaves less than LEAST_LEFT of its square is not told from those before it by rounded products; the next pass
+    // tells. Columns that keep ALONE of theirs are orthonormal behind a pass up to rounding.
+    static constexpr float LEAST_LEFT = 1.0f / 16384, ALONE = 0.25f;
+    static constexpr int PASSES = 5;
 
-    static_assert(N <= WIDTH && D % 32 == 0, "sums of all columns are found at once");
+    using Rows = float[2][BLOCKS][4];        // the warp's rows of D x WIDTH numbers, by strip
+    using Square = signpost::Square<BLOCKS>;
+    using RowsAcross = Across[2][BLOCKS];
+
+    static_assert(HALF == WARPS && COLUMNS <= WIDTH, "a warp has two strips");
+    static_assert(F::ITERATIONS % 2, "the last one ends with an orthonormal basis");
 
     const Segment<S, F>& matrix;
     unsigned char* const shared;
-    float* const span;
-    float* const product;
-    float scale, trace;  // 1 / trace, or 0
+    float trace;
+    int turn;  // which place for sums of warps is next
+
+    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+    __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
 
     __device__ __forceinline__ static void run(const PackParams& params) {
         Segment<S, F> matrix(params);
         if (!matrix.locate(blockIdx.x)) return;
-        unsigned char* const shared = shared_memory();
-        Directions found{matrix, shared, reinterpret_cast<float*>(shared), reinterpret_cast<float*>(shared + PRODUCT_AT), 0.0f, 0.0f};
-        found.add_splits();
-        found.find_trace();
-        found.iterate();
-        found.find_best();
+        Directions found{matrix, shared_memory(), 0.0f, 0};
+        if (!found.keep_gram()) return found.write_nothing();
+        found.start();
+        Rows v;
+        found.iterate(v);
+        found.find_best(v);
     }
 
-    // One G of those of the splits.
-    __device__ __forceinline__ void add_splits() const {
-        float4* const to = reinterpret_cast<float4*>(matrix.gram());
-        for (int i = threadIdx.x; i < D * D / 4 && matrix.params.splits > 1; i += THREADS) {
-            float4 sum = to[i];
-            for (int split = 1; split < matrix.params.splits; ++split) {
-                const float4 x = to[split * (D * D / 4) + i];
-                sum = make_float4(add(sum.x, x.x), add(sum.y, x.y), add(sum.z, x.z), add(sum.w, x.w));
-            }
-            to[i] = sum;
+    // ---- G ----
+
+    // False: G is zero, or there is none.
+    __device__ __forceinline__ bool keep_gram() {
+        Sums sums{matrix.numbers(), reinterpret_cast<float*>(shared)};
+        if (matrix.params.splits > 1) sums.collect(matrix.gram(), matrix.params.splits);
+        else sums.add(matrix.tokens / TILE);
+        __syncthreads();  // stages and work space are free
+        trace = total_trace(sums.diagonal());
+        if (!(trace > LEAST_TRACE && trace <= FLOAT_MAX)) return false;  // the pack kernel has reported numbers that are infinite or NaN
+        const float scale = near_quotient(SCALE, trace);
+#pragma unroll
+        for (int s = 0; s <= STRIPS; ++s) {
+            Operand block;
+            const auto pair = [&](int half, int i, unsigned& high, unsigned& low) {
+                const Pieces found = pieces(mul(sums.sum[s][half][i], scale), mul(sums.sum[s][half][i + 1], scale));
+                high = found.high, low = found.low;
+            };
+            pair(0, 0, block.high.x, block.low.x);
+            pair(0, 2, block.high.y, block.low.y);
+            pair(1, 0, block.high.z, block.low.z);
+            pair(1, 2, block.high.w, block.low.w);
+            const int i = s > HALF ? 1 : 0, behind = i ? s - BEHIND : s;
+            keep(block, strip(i), behind);
+            if (s % 4 == 3) __syncwarp();  // else all are made before any is stored, and registers are spilled
         }
+        return true;
+    }
+    __device__ __forceinline__ float total_trace(float x) {
+#pragma unroll
+        for (int step = 16; step; step /= 2) x = add(x, __shfl_xor_sync(ALL_LANES, x, step));
+        float* const parts = reinterpret_cast<float*>(shared + PARTS_AT);
+        if (lane() == 0) parts[warp()] = x;
         __syncthreads();
+        float sum = 0.0f;
+        for (int i = 0; i < WARPS; ++i) sum = add(sum, parts[i]);
+        turn = 1;
+        return sum;
     }
 
-    // Half as many numbers for each lane, sums of twice as many lanes: after all steps lanes 2 k and 2 k + 1 (of eight numbers also those
-    // sixteen further) have the k-th.
-    template <int HALF>
-    __device__ __forceinline__ static void halve(float (&x)[WIDTH]) {
-        const bool upper = threadIdx.x & 2 * HALF;
-#pragma unroll
-        for (int i = 0; i < HALF; ++i) {
-            const float given = upper ? x[i] : x[i + HALF], kept = upper ? x[i + HALF] : x[i];
-            x[i] = add(kept, __shfl_xor_sync(ALL_LANES, given, 2 * HALF));
+    // A block of G: in shared memory as matrices of 8 x 8 halves; in work space as operands, with the one it mirrors.
+    __device__ __forceinline__ void keep(const Operand& block, int row, int behind) const {
+        if constexpr (RESIDENT) {
+            unsigned* const to = reinterpret_cast<unsigned*>(shared + GRAM_AT) + (row * BEHIND + behind) * 256 + lane();
+            to[0] = block.high.x, to[32] = block.high.y, to[64] = block.high.z, to[96] = block.high.w;
+            to[128] = block.low.x, to[160] = block.low.y, to[192] = block.low.z, to[224] = block.low.w;
+        } else {
+            const int column = (row + behind) % STRIPS;
+            uint4* const to = reinterpret_cast<uint4*>(matrix.gram()) + lane();
+            to[(row * STRIPS + column) * 64] = block.high;
+            to[(row * STRIPS + column) * 64 + 32] = block.low;
+            to[(column * STRIPS + row) * 64] = mirrored(block.high);
+            to[(column * STRIPS + row) * 64 + 32] = mirrored(block.low);
         }
     }
+    __device__ __forceinline__ static uint4 mirrored(uint4 x) { return make_uint4(transpose8(x.x), transpose8(x.z), transpose8(x.y), transpose8(x.w)); }
 
-    // Sums up WIDTH numbers of each of the threads below D, for `take`. turn: 0 and 1 in turn. Ends with a barrier.
-    __device__ __forceinline__ void sum_up(float (&x)[WIDTH], int turn) const {
-        if (has_row()) {
-            const int lane = threadIdx.x % 32;
-            if constexpr (WIDTH == 16) halve<8>(x);
-            halve<4>(x);
-            halve<2>(x);
-            halve<1>(x);
-            float sum = add(x[0], __shfl_xor_sync(ALL_LANES, x[0], 1));
-            if constexpr (WIDTH == 8) sum = add(sum, __shfl_xor_sync(ALL_LANES, sum, 16));
-            if (lane % 2 == 0 && lane < 2 * WIDTH) parts(turn)[threadIdx.x / 32 * WIDTH + lane / 2] = sum;
-        }
-        __syncthreads();
-    }
-    __device__ __forceinline__ float* parts(int turn) const { return reinterpret_cast<float*>(shared + PARTS_AT) + turn * WARPS * WIDTH; }
-    // Whole warps have, or have not.
-    __device__ __forceinline__ static bool has_row() { return threadIdx.x < D; }
-    // Those sums up to N.
-    __device__ __forceinline__ void take(float (&total)[N], int turn) const {
-#pragma unroll
-        for (int i = 0; i < N; ++i) total[i] = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-#pragma unroll
-            for (int i = 0; i < N; i += 4) {
-                const float4 y = *reinterpret_cast<const float4*>(parts(turn) + warp * WIDTH + i);
-                total[i] = add(total[i], y.x), total[i + 1] = add(total[i + 1], y.y);
-                total[i + 2] = add(total[i + 2], y.z), total[i + 3] = add(total[i + 3], y.w);
-            }
-        }
-    }
+    // ---- iteration ----
 
-    __device__ __forceinline__ void find_trace() {
-        float x[WIDTH] = {}, total[N];
-        if (has_row()) x[0] = matrix.gram()[threadIdx.x * (D + 1)];
-        sum_up(x, 1);
-        take(total, 1);
-        trace = total[0];
-        // Infinite or NaN: the pack kernel has reported numbers like that.
-        const bool sound = trace > FLOAT_TINY && trace <= FLOAT_MAX;
-        scale = sound ? quotient(1.0f, trace) : 0.0f;
+    // V as second operands: a strip's block of columns.
+    __device__ __forceinline__ void put_span(int strip, int block, const Across& x) const {
+        reinterpret_cast<uint4*>(shared)[(strip * BLOCKS + block) * 32 + lane()] = make_uint4(x.high[0], x.high[1], x.low[0], x.low[1]);
     }
+    // The warp's i-th strip.
+    __device__ __forceinline__ static int strip(int i) { return warp() + i * HALF; }
 
-    // G V / trace: `product`, and its row threadIdx.x. Has a barrier, behind which V may be written.
-    //
-    // On tensor cores, a warp 16 rows: lane 4 r + c has channels 4 c ... of sixteen of rows r and r + 8, and of V's columns r. Both are sums of
-    // two pieces of TF32, 20 bits at least.
-    __device__ __forceinline__ void multiply(float (&x)[N]) const {
-        const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, first = threadIdx.x / 32 * TILE;
-        const float* rows = matrix.gram() + (first + r) * D + 4 * c;
-        const unsigned* columns = pieces() + r * PIECE_ROW + 4 * c;
-        float sum[BLOCKS][4] = {};
-#pragma unroll 2
-        for (int group = 0; group < D / 16; ++group) {
-            unsigned high[4][2], low[4][2];
+    // V at first: the rank's columns and as many spare ones as there are; others are zero and stay so. Ends with a barrier.
+    __device__ __forceinline__ void start() const {
+        const int active = matrix.rank + COLUMNS - S::RANK, r = lane() / 4, c = lane() % 4;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float4 g = *reinterpret_cast<const float4*>(rows + i * 8 * D + group * 16);
-                cut_float(g.x, high[0][i], low[0][i]);
-                cut_float(g.y, high[1][i], low[1][i]);
-                cut_float(g.z, high[2][i], low[2][i]);
-                cut_float(g.w, high[3][i], low[3][i]);
-            }
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                const uint4 v = *reinterpret_cast<const uint4*>(columns + block * 8 * PIECE_ROW + group * 16);
-                const uint4 rest = *reinterpret_cast<const uint4*>(columns + (N_ROOM + block * 8) * PIECE_ROW + group * 16);
+                const int column = block * 8 + r;
+                const float* from = matrix.params.start + column * D + strip(i) * 16 + 2 * c;
+                Pieces x[2] = {};
+                for (int half = 0; half < 2 && column < active; ++half) x[half] = pieces(from[half * 8], from[half * 8 + 1]);
+                put_span(strip(i), block, {{x[0].high, x[1].high}, {x[0].low, x[1].low}});
+            }
+        }
+        __syncthreads();
+    }
+
+    // Where the warp finds what it multiplies: its own blocks of G, those that other strips have, V. Places of strips behind the last one are that of
+    // strip 0 and so on: such a strip's place is ALL further than the one that is meant.
+    struct Places {
+        static constexpr unsigned ROW = BEHIND * 1024, COLUMN = BLOCKS * 512;
+        unsigned own, others, v;
+
+        __device__ __forceinline__ explicit Places(const unsigned char* shared)
+            : own(shared_address(shared) + GRAM_AT + warp() * ROW + matrix_row<false>()),
+              others(shared_address(shared) + GRAM_AT + warp() * ROW + matrix_row<true>()),
+              v(shared_address(shared) + warp() * COLUMN + lane() * 16) {}
+    };
+
+    // The block of the warp's i-th strip and the strip `behind` its first one around the circle.
+    __device__ __forceinline__ Operand block(const Places& places, int i, int behind) const {
+        if constexpr (RESIDENT) {
+            // All but `around` is known to the compiler.
+            const int from_own = (behind + i * HALF) % STRIPS, around = warp() + behind >= STRIPS ? STRIPS * static_cast<int>(Places::ROW) : 0;
+            if (from_own < HALF || (from_own == HALF && i == 0)) {
+                const unsigned at = places.own + (i * HALF * BEHIND + from_own) * 1024;
+                return {load_matrices<false>(at), load_matrices<false>(at + 512)};
+            }
+            const unsigned at = places.others - around + behind * Places::ROW + (STRIPS - from_own) * 1024;
+            return {load_matrices<true>(at), load_matrices<true>(at + 512)};
+        } else {
+            const uint4* from = reinterpret_cast<const uint4*>(matrix.gram()) + (strip(i) * STRIPS + (warp() + behind) % STRIPS) * 64 + lane();
+            return {from[0], from[32]};
+        }
+    }
+
+    // y = G V, times SCALE / trace.
+    __device__ __forceinline__ void multiply(Rows& y) const {
+        Products sum[2][BLOCKS];
+        const Places places(shared);
+#pragma unroll(RESIDENT ? STRIPS : 2)
+        for (int behind = 0; behind < STRIPS; ++behind) {
+            const Operand first = block(places, 0, behind), second = block(places, 1, behind);
+            const unsigned at = places.v - (warp() + behind >= STRIPS ? STRIPS * Places::COLUMN : 0u) + behind * Places::COLUMN;
 #pragma unroll
-                for (int step = 0; step < 2; ++step) {
-                    const uint4 a = make_uint4(high[2 * step][0], high[2 * step][1], high[2 * step + 1][0], high[2 * step + 1][1]);
-                    const uint4 b = make_uint4(low[2 * step][0], low[2 * step][1], low[2 * step + 1][0], low[2 * step + 1][1]);
-                    multiply_floats8(sum[block], b, step ? v.z : v.x, step ? v.w : v.y);
-                    multiply_floats8(sum[block], a, step ? rest.z : rest.x, step ? rest.w : rest.y);
-                    multiply_floats8(sum[block], a, step ? v.z : v.x, step ? v.w : v.y);
+            for (int i = 0; i < BLOCKS; ++i) {
+                const uint4 v = load_shared16(at + i * 512);
+                sum[0][i].add(first, {{v.x, v.y}, {v.z, v.w}});
+                sum[1][i].add(second, {{v.x, v.y}, {v.z, v.w}});
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS * 4; ++i) y[i / 4 / BLOCKS][i / 4 % BLOCKS][i % 4] = sum[i / 4 / BLOCKS][i / 4 % BLOCKS][i % 4];
+    }
+
+    // Rows as pieces: words of rows r and r + 8, by strip and block.
+    struct Own {
+        Pieces x[2][BLOCKS][2];
+
+        __device__ __forceinline__ explicit Own(const Rows& y) {
+#pragma unroll
+            for (int i = 0; i < 4 * BLOCKS; ++i) {
+                const float* pair = y[i / 2 / BLOCKS][i / 2 % BLOCKS] + i % 2 * 2;
+                x[i / 2 / BLOCKS][i / 2 % BLOCKS][i % 2] = pieces(pair[0], pair[1]);
+            }
+        }
+        __device__ __forceinline__ void across(RowsAcross& to) const {
+#pragma unroll
+            for (int i = 0; i < 2 * BLOCKS; ++i) {
+                const Pieces(&from)[2] = x[i / BLOCKS][i % BLOCKS];
+                to[i / BLOCKS][i % BLOCKS] = {{transpose8(from[0].high), transpose8(from[1].high)}, {transpose8(from[0].low), transpose8(from[1].low)}};
+            }
+        }
+        // The strip times a matrix of WIDTH rows, of which the lane's column has these numbers: 2 c and 2 c + 1 of each block.
+        __device__ __forceinline__ void multiply(Products& to, int strip, const float (&by)[BLOCKS][2]) const {
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i) to.add(x[strip][i], pieces(by[i][0], by[i][1]));
+        }
+    };
+
+    // x^T y of all rows. Has a barrier.
+    __device__ __forceinline__ void products(Square& to, const RowsAcross& x, const RowsAcross& y) {
+        float2* const parts = reinterpret_cast<float2*>(shared + PARTS_AT) + turn * WARPS * BLOCKS * BLOCKS * 32 + lane();
+        turn ^= 1;
+#pragma unroll
+        for (int i = 0; i < BLOCKS * BLOCKS; ++i) {
+            Crossed sum;
+            sum.add(x[0][i / BLOCKS], y[0][i % BLOCKS]);
+            sum.add(x[1][i / BLOCKS], y[1][i % BLOCKS]);
+            parts[(warp() * BLOCKS * BLOCKS + i) * 32] = sum.total();
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BLOCKS * BLOCKS; ++i) {
+            float2 sum = parts[i * 32];
+#pragma unroll
+            for (int other = 1; other < WARPS; ++other) {
+                const float2 x = parts[(other * BLOCKS * BLOCKS + i) * 32];
+                sum = make_float2(add(sum.x, x.x), add(sum.y, x.y));
+            }
+            to[i / BLOCKS][i % BLOCKS][0] = sum.x, to[i / BLOCKS][i % BLOCKS][1] = sum.y;
+        }
+    }
+
+    // Makes y's columns as long as 1, but for those that are zero, and x = y^T y what it then is.
+    __device__ __forceinline__ static void normalize(Rows& y, Square& x) {
+        float of_row[BLOCKS];
+        diagonal_of_rows<BLOCKS>(of_row, x);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) of_row[i] = of_row[i] > LEAST_SQUARE ? near_inverse_root(of_row[i]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            const float of_column = __shfl_sync(ALL_LANES, of_row[i / 2], lane() % 4 * 8 + i % 2 * 4);
+#pragma unroll
+            for (int row = 0; row < BLOCKS; ++row) x[row][i / 2][i % 2] = mul(x[row][i / 2][i % 2], mul(of_row[row], of_column));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) y[k / 2][i / 2][k % 2 * 2 + i % 2] = mul(y[k / 2][i / 2][k % 2 * 2 + i % 2], of_column);
+        }
+    }
+    static constexpr float LEAST_SQUARE = 1e-30f;
+
+    // Of x = y^T y, with ones (or zeros) on its diagonal: what makes y's columns orthonormal, y T, transposed, in its place; T is triangular. True:
+    // all columns keep so much of their squares that there is nothing more to do. A column that is not told from those before it has theirs taken
+    // off as far as that is known, and takes nothing off others; in the last pass it becomes zero.
+    __device__ __forceinline__ static bool eliminate(Square& x, float enough, bool last) {
+        const int r = lane() / 4, c = lane() % 4;
+#pragma unroll
+        for (int k = 0; k + 1 < COLUMNS; ++k) {
+            const int from = k % 8 * 4;
+            const float pivot = __shfl_sync(ALL_LANES, x[k / 8][k / 8][k % 2], from + k % 8 / 2);
+            const float inverse = pivot > LEAST_LEFT ? near_quotient(1.0f, pivot) : 0.0f;
+            float row[BLOCKS][2];
+#pragma unroll
+            for (int i = 0; i < 2 * BLOCKS; ++i) row[i / 2][i % 2] = __shfl_sync(ALL_LANES, x[k / 8][i / 2][i % 2], from + c);
+#pragma unroll
+            for (int i = k / 8; i < BLOCKS; ++i) {
+                const float own = mul(__shfl_sync(ALL_LANES, x[i][k / 8][k % 2], r * 4 + k % 8 / 2), inverse);
+                const float factor = i * 8 + r > k ? own : 0.0f;
+#pragma unroll
+                for (int j = 0; j < 2 * BLOCKS; ++j) {
+                    float& mine = x[i][j / 2][j % 2];
+                    const bool there = j / 2 * 8 + 2 * c + j % 2 == k && i * 8 + r > k;
+                    mine = there ? -factor : fmaf(-factor, row[j / 2][j % 2], mine);
                 }
             }
         }
+        float left[BLOCKS];
+        diagonal_of_rows<BLOCKS>(left, x);
+        bool missing = false;
 #pragma unroll
-        for (int i = 0; i < BLOCKS * 4; ++i) {
-            const int column = i / 4 * 8 + 2 * c + i % 2;
-            if (column < N) product[(first + r + i / 2 % 2 * 8) * N + column] = mul(sum[i / 4][i % 4], scale);
+        for (int i = 0; i < BLOCKS; ++i) {
+            const bool there = left[i] != 0.0f, told = left[i] > LEAST_LEFT;
+            missing |= there && !(left[i] > enough);
+            const float scale = there && (told || !last) ? near_inverse_root(fmaxf(left[i], LEAST_LEFT)) : 0.0f;
+#pragma unroll
+            for (int j = 0; j < 2 * BLOCKS; ++j) {
+                const int k = j / 2 * 8 + 2 * c + j % 2, m = i * 8 + r;
+                x[i][j / 2][j % 2] = k < m ? mul(x[i][j / 2][j % 2], scale) : k == m ? scale : 0.0f;
+            }
         }
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < N; ++k) x[k] = has_row() ? product[threadIdx.x * N + k] : 0.0f;
-    }
-    // V as what is multiplied with: u32 [2 pieces][N_ROOM][PIECE_ROW], columns that are not there are zero.
-    __device__ __forceinline__ unsigned* pieces() const { return reinterpret_cast<unsigned*>(shared + PIECES_AT); }
-    __device__ __forceinline__ void put_pieces(int row, int column, float x) const {
-        unsigned high, low;
-        cut_float(x, high, low);
-        pieces()[column * PIECE_ROW + row] = high;
-        pieces()[(N_ROOM + column) * PIECE_ROW + row] = low;
-    }
-    // A row of [D][N].
-    __device__ __forceinline__ static void put(float* to, const float (&x)[N]) {
-#pragma unroll
-        for (int k = 0; k < N; k += 4) *reinterpret_cast<float4*>(to + threadIdx.x % D * N + k) = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
+        return __ballot_sync(ALL_LANES, missing) == 0;
     }
 
-    // Gram-Schmidt; a column that is zero behind those before it stays zero. Has an even number of barriers.
-    __device__ __forceinline__ void orthonormalize(float (&x)[N]) const {
+    // y T of a transposed T.
+    __device__ __forceinline__ static void transform(Rows& y, const Square& t) {
+        const Own own(y);
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            float products[WIDTH] = {}, total[N];
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            Products sum;
+            own.multiply(sum, i / BLOCKS, t[i % BLOCKS]);
 #pragma unroll
-            for (int i = k; i < N; ++i) products[i] = mul(x[k], x[i]);
-            sum_up(products, k % 2);
-            if (!has_row()) continue;
-            take(total, k % 2);
-            const float inverse = total[k] > FLOAT_TINY ? near_inverse_root(total[k]) : 0.0f;  // what it is off by, the next pass makes up for
-            x[k] = mul(x[k], inverse);
-#pragma unroll
-            for (int i = k + 1; i < N; ++i) x[i] = fmaf(-mul(total[i], inverse), x[k], x[i]);
+            for (int k = 0; k < 4; ++k) y[i / BLOCKS][i % BLOCKS][k] = sum[k];
         }
     }
 
-    // V: the rank's columns and as many spare ones as there are; others are zero and stay so.
-    __device__ __forceinline__ void iterate() const {
-        const int active = matrix.rank + F::COLUMNS - S::RANK;
-        float x[N];
-        for (int i = threadIdx.x; i < N_ROOM * D; i += THREADS) put_pieces(i % D, i / D, i / D < active ? matrix.params.start[i] : 0.0f);
-        __syncthreads();
+    // Makes y's columns a basis of what they span that is orthonormal enough to go on with, or in the end up to rounding.
+    __device__ __forceinline__ void orthonormalize(Rows& y, bool end) {
+#pragma unroll 1
+        for (int pass = 1;; ++pass) {
+            RowsAcross across;
+            Own(y).across(across);
+            Square x;
+            products(x, across, across);
+            normalize(y, x);
+            const bool done = eliminate(x, end ? ALONE : LEAST_LEFT, pass == PASSES);
+            transform(y, x);
+            if (done || pass == PASSES) break;
+        }
+    }
+
+    __device__ __forceinline__ void iterate(Rows& v) {
 #pragma unroll 1
         for (int i = 0; i < F::ITERATIONS; ++i) {
-            multiply(x);
-#pragma unroll 1
-            for (int pass = 0; pass < (i + 1 < F::ITERATIONS ? 1 : 2); ++pass) orthonormalize(x);
-            if (has_row()) {
-                put(span, x);
+            multiply(v);
+            if (i % 2 == 0) {
+                orthonormalize(v, i + 1 == F::ITERATIONS);
+            } else {  // two products in a row: 22 bits are enough for them
 #pragma unroll
-                for (int k = 0; k < N; ++k) put_pieces(threadIdx.x, k, x[k]);
+                for (int k = 0; k < 2 * BLOCKS * 4; ++k) v[k / 4 / BLOCKS][k / 4 % BLOCKS][k % 4] *= 1.0f / SCALE;
+                __syncthreads();  // all have read V
             }
+            RowsAcross across;
+            Own(v).across(across);
+#pragma unroll
+            for (int k = 0; k < 2 * BLOCKS; ++k) put_span(strip(k / BLOCKS), k % BLOCKS, across[k / BLOCKS][k % BLOCKS]);
             __syncthreads();
         }
     }
 
-    // The eigenvectors of V^T G V with the largest eigenvalues s^2 / trace say which directions of V are best.
-    __device__ __forceinline__ void find_best() const {
-        const Eigen eigen{reinterpret_cast<float*>(shared + EIGEN_AT)};
-        float x[N];
-        multiply(x);
-        for (int i = threadIdx.x; i < N * N; i += THREADS) {
-            const int a = i / N, b = i % N;
-            float sum = 0.0f;  // of both products, which differ by rounding alone
-            for (int j = 0; j < D; ++j) sum = fmaf(span[j * N + a], product[j * N + b], fmaf(span[j * N + b], product[j * N + a], sum));
-            eigen.memory[a * Eigen::ROW + b] = 0.5f * sum;
-        }
-        const float* found = eigen.run();
-        int* const order = reinterpret_cast<int*>(shared + ORDER_AT);
-        // NaN, as of numbers that the pack kernel has reported, comes last: every place is somebody's.
-        const auto value = [&](int i) { return fmaxf(found[i * (Eigen::ROW + 1)], -FLOAT_MAX); };
-        if (threadIdx.x < N) {
-            const float mine = value(threadIdx.x);
-            int place = 0;
-            for (int i = 0; i < N; ++i) {
-                const float other = value(i);
-                place += other > mine || (other == mine && i < threadIdx.x) ? 1 : 0;
-            }
-            order[place] = threadIdx.x;
+    // ---- the best directions ----
+
+    // The eigenvectors of V^T G V with the largest eigenvalues s^2 SCALE / trace say which directions of V are best.
+    __device__ __forceinline__ void find_best(const Rows& v) {
+        const Own own(v);
+        Rows y;
+        multiply(y);
+        RowsAcross first, second;
+        own.across(first);
+        Own(y).across(second);
+        Square x;
+        products(x, first, second);
+        // A multiprocessor's CTAs have their warps of the same number on the same quarter of it: others in each.
+        const unsigned cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        if (warp() == (cta / 4 + cta) % WARPS) {
+            Square vectors;
+            float values[BLOCKS][2];
+            Eigen{x, vectors, values}.run();
+            put(vectors, values);
         }
         __syncthreads();
-        write(found, eigen.vectors(), order);
+        write(own);
+    }
+    __device__ __forceinline__ float* vectors() const { return reinterpret_cast<float*>(shared + EIGEN_AT); }
+    __device__ __forceinline__ float* energies() const { return reinterpret_cast<float*>(shared + ENERGY_AT); }
+
+    // Eigenvectors and eigenvalues, the largest first.
+    __device__ __forceinline__ void put(const Square& x, const float (&values)[BLOCKS][2]) const {
+        int place[BLOCKS][2] = {};
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            const float other = __shfl_sync(ALL_LANES, values[k / 8][k % 2], k / 2 % 4);
+#pragma unroll
+            for (int i = 0; i < 2 * BLOCKS; ++i) {
+                const float mine = values[i / 2][i % 2];
+                place[i / 2][i % 2] += (other > mine) | ((other == mine) & (k < Eigen::column(i / 2, i % 2)));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            const int at = place[i / 2][i % 2];
+#pragma unroll
+            for (int row = 0; row < BLOCKS; ++row) vectors()[at * WIDTH + row * 8 + lane() / 4] = x[row][i / 2][i % 2];
+            if (lane() < 4) energies()[at] = values[i / 2][i % 2];
+        }
     }
 
-    __device__ __forceinline__ void write(const float* found, const float* vectors, const int* order) const {
-        for (int i = threadIdx.x; i < D * 8; i += THREADS) {
-            const int channel = i / 8, k = i % 8;
-            float v = 0.0f, size = 1.0f;
-            if (k < matrix.rank) {
-                const int column = order[k];
-                const float energy = found[column * (Eigen::ROW + 1)];
-                if (energy > LEAST * found[order[0] * (Eigen::ROW + 1)]) {
-                    size = root(mul(energy, trace));
-                    for (int j = 0; j < N; ++j) v = fmaf(span[channel * N + j], vectors[j * Eigen::ROW + column], v);
-                }
+    __device__ __forceinline__ void write_nothing() const {
+        for (int i = threadIdx.x; i < D * 8; i += THREADS) matrix.directions()[i] = 0.0f;
+        for (int i = threadIdx.x; i < D * S::RANK; i += THREADS) matrix.right()[i] = narrow(0.0f);
+    }
+    __device__ __forceinline__ void write(const Own& v) const {
+        const int r = lane() / 4, c = lane() % 4;
+        float vector[BLOCKS][2], size[2], inverse[2];
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) vector[i / 2][i % 2] = r < matrix.rank ? vectors()[r * WIDTH + i / 2 * 8 + 2 * c + i % 2] : 0.0f;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float energy = energies()[2 * c + k];
+            const bool there = 2 * c + k < matrix.rank && energy > LEAST * energies()[0];
+            const float square = mul(energy / SCALE, trace);
+            inverse[k] = there ? near_inverse_root(square) : 0.0f;
+            size[k] = mul(square, inverse[k]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            Products sum;
+            v.multiply(sum, i, vector);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int channel = strip(i) * 16 + half * 8 + r;
+                const float x = sum[2 * half], y = sum[2 * half + 1];
+                *reinterpret_cast<float2*>(matrix.directions() + channel * 8 + 2 * c) = make_float2(mul(x, inverse[0]), mul(y, inverse[1]));
+                F16* const right = matrix.right() + channel * S::RANK + 2 * c;
+                if (2 * c < S::RANK) right[0] = saturated(mul(x, size[0]));
+                if (2 * c + 1 < S::RANK) right[1] = saturated(mul(y, size[1]));
             }
-            matrix.directions()[i] = quotient(v, size);
-            if (k < S::RANK) matrix.right()[channel * S::RANK + k] = saturated(mul(v, size));
         }
     }
 };

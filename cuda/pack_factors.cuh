@@ -1,8 +1,9 @@
 // Low-rank factors of what dense and sparse leave, R ~ left right^T for each kv head of each segment: three kernels behind the pack kernel,
 // which writes R as `residual`. The algorithm is that of runtime/parts/lowrank.py.
 //
-//   gram        G = R^T R on tensor cores; a segment's tokens are split among CTAs, whose sums are added in a fixed order
-//   directions  subspace iteration on G, one CTA a matrix; writes `right` and, for the next, each direction over its singular value
+//   gram        G = R^T R on tensor cores, where a segment's tokens are split among CTAs, whose sums are added in a fixed order
+//   directions  the same of segments that are not split; subspace iteration on G, one CTA a matrix; writes `right` and, for the next, each
+//               direction over its singular value
 //   project     left = R times those, into the pages; what a sketch follows loses the product of the stored halves
 //
 // Bytes: R is written once and read twice (three times before a sketch). Operations: D (D + 16) products a number on tensor cores for G.
@@ -11,7 +12,6 @@
 #pragma once
 
 #include "pack_directions.cuh"
-#include "pack_gram.cuh"
 
 namespace signpost {
 

@@ -1,7 +1,7 @@
-// G = R^T R of a matrix of pack_segment.cuh, on tensor cores.
+// G = R^T R of a matrix of pack_segment.cuh, on tensor cores. G is symmetric, and of each two blocks that mirror each other one is there.
 //
-// G is of numbers rounded to TF32 (11 bits, the range of float): it only chooses directions, and an error of 2^-12 of R in that is as
-// large as that of factors stored as float16.
+// G is of numbers cut off to TF32 (11 bits, the range of float): it only chooses directions. That makes numbers smaller by 2^-12 on average, which
+// is the same for all directions, and what they differ by is an error as large as that of factors stored as float16.
 #pragma once
 
 #include "pack_segment.cuh"
@@ -19,7 +19,7 @@ struct Gram {
 
     const float* from;  // the split's first token
     float* const stages;
-    float sum[BLOCKS + 1][2][4];  // of strip w with w ... w + HALF, then of strip w + HALF with w + HALF ... w + BLOCKS - 1
+    float sum[BLOCKS + 1][2][4];  // as sums of two instructions of eight columns: of strip w with w ... w + HALF, then of strip w + HALF with w + HALF ... w + BLOCKS - 1
 
     __device__ __forceinline__ static void run(const PackParams& params) {
         Segment<S, F> matrix(params);
@@ -32,48 +32,52 @@ struct Gram {
         gram.write(matrix.gram() + split * (D * D));
     }
 
+    // Four pieces of a tile a thread, each four tokens behind the other.
     __device__ __forceinline__ void fetch(int tile, int tiles) const {
+        constexpr int EACH = TILE * D / 4 / THREADS, TOKENS = THREADS * 4 / D;
         if (tile < tiles) {
-            float* to = stages + tile % STAGES * STAGE;
-            const float* first = from + static_cast<long long>(tile) * TILE * Segment<S, F>::STRIDE;
+            const int token = threadIdx.x / (D / 4), piece = threadIdx.x % (D / 4) * 4;
+            float* const to = stages + tile % STAGES * STAGE + token * ROW + piece;
+            const float* const first = from + static_cast<long long>(tile) * TILE * Segment<S, F>::STRIDE + token * Segment<S, F>::STRIDE + piece;
 #pragma unroll
-            for (int i = threadIdx.x; i < TILE * D / 4; i += THREADS) {
-                const int token = i / (D / 4), piece = i % (D / 4) * 4;
-                copy16(to + token * ROW + piece, first + token * Segment<S, F>::STRIDE + piece);
-            }
+            for (int i = 0; i < EACH; ++i) copy16(to + i * TOKENS * ROW, first + i * TOKENS * Segment<S, F>::STRIDE);
         }
         copy_commit();
     }
 
-    __device__ __forceinline__ void add(int tiles) {
+    __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < (BLOCKS + 1) * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
+    }
+    __device__ __forceinline__ void add(int tiles) {
+        clear();
+#pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) fetch(i, tiles);
+#pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
             copy_pending<STAGES - 2>();
             __syncthreads();  // all have the tile, and nobody reads the one before any more
             fetch(tile + STAGES - 1, tiles);
-#pragma unroll
+#pragma unroll 1
             for (int step = 0; step < 2; ++step) multiply(stages + tile % STAGES * STAGE + step * 8 * ROW);
         }
     }
 
-    // Strip `strip` of eight tokens: word [h][u] of lane 4 r + c is channel 8 h + r of token c + 4 u, which is where both operands want it.
-    __device__ __forceinline__ void load(unsigned (&x)[2][2], const float* tokens, int strip) const {
-        const float* at = tokens + threadIdx.x % 4 * ROW + strip % BLOCKS * 16 + threadIdx.x % 32 / 4;
+    // Of eight tokens the strip so far behind the warp's first one around the circle: word [h][u] of lane 4 r + c is channel 8 h + r of token c + 4 u, which is where both operands want it.
+    __device__ __forceinline__ void load(unsigned (&x)[2][2], const float* tokens, int behind) const {
+        const int warp = threadIdx.x / 32;
+        const float* at = tokens + threadIdx.x % 4 * ROW + threadIdx.x % 32 / 4 + warp * 16 + behind * 16 - (warp + behind >= BLOCKS ? D : 0);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = tensor_float(at[i % 2 * 4 * ROW + i / 2 * 8]);
+        for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = as_word(at[i % 2 * 4 * ROW + i / 2 * 8]);
     }
 
     __device__ __forceinline__ void multiply(const float* tokens) {
-        const int warp = threadIdx.x / 32;
         unsigned own[2][2][2], x[2][2];
-        load(own[0], tokens, warp);
-        load(own[1], tokens, warp + HALF);
+        load(own[0], tokens, 0);
+        load(own[1], tokens, HALF);
 #pragma unroll
         for (int s = 0; s < BLOCKS; ++s) {
-            if (s % HALF) load(x, tokens, warp + s);
+            if (s % HALF) load(x, tokens, s);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const unsigned(&other)[2] = s % HALF ? x[h] : own[s / HALF][h];
@@ -86,22 +90,38 @@ struct Gram {
         multiply_floats8(to, make_uint4(a[0][0], a[1][0], a[0][1], a[1][1]), b[0], b[1]);
     }
 
-    // Both halves of G.
+    // What the CTA's threads have, each its own, one split behind the other.
     __device__ __forceinline__ void write(float* to) const {
-        const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
-        for (int s = 0; s <= BLOCKS; ++s) {
-            const int row = (threadIdx.x / 32 + (s > HALF ? HALF : 0)) * 16, column = (threadIdx.x / 32 + (s > HALF ? s - 1 : s)) % BLOCKS * 16;
+        for (int i = 0; i < 2 * (BLOCKS + 1); ++i) {
+            const float(&x)[4] = sum[i / 2][i % 2];
+            reinterpret_cast<float4*>(to)[i * THREADS + threadIdx.x] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
+    __device__ __forceinline__ void collect(const float* from, int splits) {
+        constexpr int ALL = 2 * (BLOCKS + 1), AT_ONCE = 9;  // as many loads; more, and registers are spilled
+        clear();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int y = row + r + i % 2 * 8, x = column + i / 2 * 8 + 2 * c;  // i % 2: the lower rows
-                const float *at = sum[s][i / 2] + i % 2 * 2;
-                *reinterpret_cast<float2*>(to + y * D + x) = make_float2(at[0], at[1]);
-                if (row == column) continue;
-                to[x * D + y] = at[0];
-                to[(x + 1) * D + y] = at[1];
+        for (int first = 0; first < ALL; first += AT_ONCE) {
+            const float4* mine = reinterpret_cast<const float4*>(from) + threadIdx.x;
+#pragma unroll 1
+            for (int split = 0; split < splits; ++split, mine += D * D / 4) {
+#pragma unroll
+                for (int i = first; i < ALL && i < first + AT_ONCE; ++i) {
+                    float(&to)[4] = sum[i / 2][i % 2];
+                    const float4 x = mine[i * THREADS];
+                    to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+                }
             }
         }
+    }
+
+    // The lane's part of the trace.
+    __device__ __forceinline__ float diagonal() const {
+        const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+        if (r / 2 != c) return 0.0f;
+        const auto of = [&](const float(&x)[2][4]) { return r % 2 ? signpost::add(x[0][1], x[1][3]) : signpost::add(x[0][0], x[1][2]); };
+        return signpost::add(of(sum[0]), of(sum[HALF + 1]));
     }
 };
 

@@ -69,7 +69,7 @@ struct PackParams {
     unsigned char* segments;   // [capacity_segments][H][SEGMENT_BYTES], for the kernels of pack_factors.cuh, like the next four
     const int* segment_ids;    // of each page [b][segment_stride]
     const float* start;        // of subspace iteration [COLUMNS][D]
-    float* gram;               // [b][segments of a sequence][H][splits][D][D]
+    float* gram;               // [b][segments of a sequence][H][splits][D * D], see pack_segment.cuh
     float* directions;         // [b][segments of a sequence][H][D][8]
     float* workspace;          // [CTAs][HEADS][TOKENS][ROW] for Store::WORKSPACE
     int* status;               // bits are set: 1 page id out of range, 2 scale beyond float16, 4 NaN or infinity, 8 segment id out of range
@@ -379,6 +379,18 @@ struct Page {
             return second ? add(mul(x, turn.x), y) : sub(mul(x, turn.x), y);
         } else {
             return centered(raw(row, head, channel), head, channel);
+        }
+    }
+
+    // The same of four channels, the first a multiple of four.
+    __device__ __forceinline__ void numbers_at(float (&x)[4], int row, int head, int channel) const {
+        if constexpr (A::AS_THEY_CAME) {
+            const uint2 found = *reinterpret_cast<const uint2*>(at<const Input>(L::TILE_AT) + (head * A::TOKENS + row) * A::ROW + channel);
+            const float2 first = widen_pair(found.x, Input()), second = widen_pair(found.y, Input());
+            x[0] = first.x, x[1] = first.y, x[2] = second.x, x[3] = second.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = number_at(row, head, channel + i);
         }
     }
 

@@ -17,7 +17,7 @@ ENTRIES = ("gram", "directions", "project")
 MOST_RANK = 8  # columns of a matrix instruction
 PROJECTED = 256  # tokens of a CTA: `Project::TOKENS`
 ROOM = 640 << 20  # bytes of work space: what is packed at once is what fits
-LAYERS_ROOM = 256 << 20  # bytes of it that several layers of prompts take at most: of few tokens they share launches
+LAYERS_ROOM = 288 << 20  # bytes of it that several layers of prompts take at most: of few tokens they share launches
 CTAS = 768  # that sum up products at least, if there are tokens enough: some for each multiprocessor
 LEAST_TOKENS, MOST_SPLITS = 256, 16  # of a CTA, of a matrix
 
@@ -39,17 +39,29 @@ def columns(geometry: PageGeometry) -> int:
 
 def launches(geometry: PageGeometry) -> dict[str, Launch]:
     """Of each entry. The unit asserts that the kernels count threads and shared memory alike."""
-    d, n = geometry.shape.d, -(-columns(geometry) // 4) * 4
+    d = geometry.shape.d
     sketched = d * 32 if geometry.format.sketch else 0
-    # Of `directions` as many as leave it registers enough: nothing spills.
-    few = {64: 6, 128: 3 if geometry.format.sketch else 4, 256: 1}
-    wide, blocks = (8, few) if n <= 8 else (16, {64: 5, 128: 2, 256: 1})
-    eigen = -(-3 * n * (n + 1) // 4) * 16
+    wide = -(-columns(geometry) // 8)  # blocks of eight columns
+    stages = 4 * 16 * (d + 8) * 4
+    kept = d // 16 * (d // 32 + 1) * 1024 if _resident(d) else 0
+    eigen = 4 * 8 * wide * (8 * wide + 1)
+    directions = max(d // 16 * wide * 512 + d * wide**2 * 16 + eigen + kept, stages)
+    # Of `directions` as many as have shared memory and leave it registers enough: nothing spills.
     return {
-        "gram": Launch(d, 4 * 16 * (d + 8) * 4, {64: 6, 128: 3, 256: 1}[d]),
-        "directions": Launch(2 * d, 8 * d * n + d // 4 * wide + eigen + 64 + 8 * wide * (d + 16), blocks[d]),
+        "gram": Launch(d, stages, {64: 6, 128: 3, 256: 1}[d]),
+        "directions": Launch(d, directions, {64: 8 if wide == 1 else 6, 128: 4 if wide == 1 else 2, 256: 1}[d]),
         "project": Launch(128, 64 * d + sketched, 4),
     }
+
+
+def _resident(d: int) -> bool:
+    """Whether `directions` has what it multiplies with in shared memory, not in the work space of `gram`."""
+    return d <= 128
+
+
+def _gram_numbers(d: int, parts: int) -> int:
+    """Numbers of work space of a matrix for its products, summed up in so many parts."""
+    return 0 if parts == 1 and _resident(d) else parts * d**2
 
 
 def splits(matrices: int, tokens: int) -> int:
@@ -71,12 +83,15 @@ def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     matrices = layers * b * -(-pages // SEGMENT_PAGES) * shape.h_kv
     parts = splits(matrices, min(pages, SEGMENT_PAGES) * shape.t)
     left = layers * b * pages * shape.t * shape.h_kv * shape.d
-    return 4 * (left + matrices * (parts * shape.d**2 + 8 * shape.d))
+    return 4 * (left + matrices * (_gram_numbers(shape.d, parts) + 8 * shape.d))
 
 
 def layers_together(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     """How many of these layers are packed at once, so many pages of prompts in b sequences: at least one."""
-    return max(1, min(layers, LAYERS_AT_ONCE, LAYERS_ROOM // work_bytes(geometry, 1, b, pages)))
+    launches = -(-layers // LAYERS_AT_ONCE)
+    while launches < layers and work_bytes(geometry, -(-layers // launches), b, pages) > LAYERS_ROOM:
+        launches += 1
+    return -(-layers // launches)
 
 
 def most_work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> tuple[int, int]:
@@ -164,13 +179,15 @@ class Factors:
         segments, tokens = -(-pages // SEGMENT_PAGES), min(pages, SEGMENT_PAGES) * shape.t
         matrices = segments * shape.h_kv
         parts = splits(len(layers) * b * matrices, tokens)
-        gram = torch.empty(len(layers), b * matrices * parts, shape.d, shape.d, device=self.device)
+        gram = torch.empty(len(layers), b * matrices, _gram_numbers(shape.d, parts), device=self.device)
         directions = torch.empty(len(layers), b * matrices, shape.d, 8, device=self.device)
         for i, params in enumerate(layers):
             params.gram, params.directions = gram[i].data_ptr(), directions[i].data_ptr()
             params.pages, params.splits = pages, parts
         # As `Project::run` counts them.
         chunks = min(-(-SEGMENT_PAGES * shape.t // PROJECTED), -(-pages * shape.t // PROJECTED))
-        for entry, each in (("gram", parts), ("directions", 1), ("project", chunks)):
+        for entry, each in (("gram", parts if parts > 1 else 0), ("directions", 1), ("project", chunks)):
+            if not each:
+                continue  # `directions` sums up by itself
             grid = (matrices * each, b, len(layers))
             launch(self._kernels[entry], self._launches[entry], layers, grid)

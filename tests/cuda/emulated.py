@@ -20,6 +20,8 @@ from runtime.sources import kernel_folder
 
 HERE = Path(__file__).parent
 POISON = 0xFF  # bytes of shared memory
+# So that accesses to shared memory are seen: tests/cuda/races.h takes the place of what the option would link.
+WATCHED = ("-O1", "-DSIGNPOST_RACES", "-fsanitize=thread", "-fno-gnu-unique")
 
 
 @functools.cache
@@ -56,8 +58,9 @@ def _gcc(*options: str) -> None:
     assert done.returncode == 0, done.stderr[:3000]
 
 
-def build(unit: Unit) -> ctypes.CDLL:
-    """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`."""
+def build(unit: Unit, races: bool = False) -> ctypes.CDLL:
+    """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`. races: it finds those in shared
+    memory of CTAs without a cluster (tests/cuda/races.h), and `races_found()` says how many."""
     cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
     at_once = cluster[1] if cluster else 1
     runs = "".join(
@@ -67,7 +70,9 @@ def build(unit: Unit) -> ctypes.CDLL:
         for entry in unit.entries
     )
     text = f'{unit.source}extern "C" int params_size = sizeof(Layers);\n{runs}'
-    return ctypes.CDLL(str(compiled(text, "emulator.h", ("-O1",))))
+    if races:
+        text += 'extern "C" int races_found() { return races::found; }\n'
+    return ctypes.CDLL(str(compiled(text, "emulator.h", WATCHED if races else ("-O1",), ("-ldl",))))
 
 
 class Kernel:
@@ -85,11 +90,14 @@ class Kernel:
 class Module:
     """`runtime.jit.Module`."""
 
-    def __init__(self, unit: Unit):
-        self.unit, self._library = unit, build(unit)
+    def __init__(self, unit: Unit, races: bool = False):
+        self.unit, self._library = unit, build(unit, races)
 
     def kernel(self, entry: str) -> Kernel:
         return Kernel(self._library, entry)
+
+    def races_found(self) -> int:
+        return self._library.races_found()
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:

@@ -23,7 +23,6 @@ inline float mul(float a, float b) { return a * b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float root(float a) { return std::sqrt(a); }
 inline float near_quotient(float a, float b) { return a / b; }
-inline float near_root(float a) { return std::sqrt(a); }
 inline float near_inverse_root(float a) { return 1.0f / std::sqrt(a); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 // As on a GPU: shared memory does not start at 0, and the highest eight bits say which CTA of its cluster has it.
@@ -110,6 +109,38 @@ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
         sum[i] = static_cast<float>(total);
     }
 }
+
+template <typename Half = F16>
+void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
+    multiply_tile(sum, {a0, a1, 0, 0}, b, 0, Half());
+}
+
+inline unsigned transpose8(unsigned x) {
+    const uint64_t* all = emulator::exchange(x);
+    const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;
+    unsigned y = 0;
+    for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
+    return y;
+}
+template <bool TRANSPOSED>
+unsigned matrix_row() {
+    const unsigned lane = emulator::current->thread % 32;
+    return 16 * (TRANSPOSED ? (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1 : lane);
+}
+// Lane 8 i + j has the address of row j of matrix i.
+template <bool TRANSPOSED>
+uint4 load_matrices(unsigned address) {
+    unsigned rows[32], words[4];
+    const uint64_t* all = emulator::exchange(address);
+    for (int i = 0; i < 32; ++i) rows[i] = static_cast<unsigned>(all[i]);
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        words[i] = reinterpret_cast<const unsigned*>(at_shared(rows[i * 8 + lane / 4]))[lane % 4];
+        if constexpr (TRANSPOSED) words[i] = transpose8(words[i]);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+inline uint4 load_shared16(unsigned address) { return *reinterpret_cast<const uint4*>(at_shared(address)); }
 
 // Rounded to 11 bits, ties away from zero.
 inline unsigned tensor_float(float x) { return (as_word(x) + 0x1000u) & ~0x1FFFu; }

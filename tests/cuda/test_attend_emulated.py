@@ -17,7 +17,7 @@ from runtime.codec import Codec
 from runtime.pack import device_tables
 from runtime.rope import Rotation
 from runtime.units import INTEGERS, MOST_ROWS, WRITE_THREADS, Sharing, takes_alone
-from tests.cuda.emulated import compiled
+from tests.cuda.emulated import WATCHED, compiled
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle, without_outliers
 from tests.gpu import paged
 
@@ -58,9 +58,8 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
     )
-    # To compile takes longer than to run, but where accesses are watched: tests/cuda/races.h takes the place of what
-    # the option would link.
-    flags = ("-O1", "-DSIGNPOST_RACES", "-fsanitize=thread", "-fno-gnu-unique") if races else ("-O0",)
+    # To compile takes longer than to run, but where accesses are watched.
+    flags = WATCHED if races else ("-O0",)
     flags += ("-g1", "-fno-strict-aliasing", f"-D__CUDA_ARCH__={arch}")
     return ctypes.CDLL(str(compiled(source, "attend_emulator.h", flags, ("-ldl",))))
 

@@ -40,8 +40,9 @@ class Found:
     status: int
 
 
-def find(geometry, residual, lengths=None, splits=None, first_page=3, wrong_segment=None):
-    """residual [layers, b, pages, t, h_kv, d]. Pools are poisoned; ids go backwards, first and last are nobody's."""
+def find(geometry, residual, lengths=None, splits=None, first_page=3, wrong_segment=None, races=False):
+    """residual [layers, b, pages, t, h_kv, d]. Pools are poisoned; ids go backwards, first and last are nobody's.
+    races: fails if there are any in shared memory."""
     layers, b, pages = residual.shape[:3]
     residual = residual.contiguous().clone()
     each = -(-pages // SEGMENT_PAGES)
@@ -71,13 +72,14 @@ def find(geometry, residual, lengths=None, splits=None, first_page=3, wrong_segm
             argument.layer[i] = one
         kernel.launch(grid, plan.threads, plan.shared, argument)
 
-    module = Module(pack_factors.factor_unit("factors", geometry, layers))
+    module = Module(pack_factors.factor_unit("factors", geometry, layers), races)
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         if splits:
             patch.setattr(pack_factors, "splits", lambda matrices, tokens: splits)
         factors = pack_factors.Factors(geometry, module, torch.device("cpu"))
         factors.run(list(argument.layer), b, pages, launch)
+    assert not races or module.races_found() == 0
     there = slice(number, number + pages)
     return Found(pools, table[:, there].long(), segments[:, there].long(), residual, int(status))
 
@@ -254,6 +256,14 @@ def test_the_torch_codecs_factors():
     mine = (left @ right.mT[None]).transpose(1, 2)
     assert (mine - product).abs().max() <= 4 * HALF * product.abs().max()
     assert (right.abs() - fields["right"][0].float().abs()).abs().max() <= 4 * HALF * right.abs().max()
+
+
+@pytest.mark.parametrize("d, rank, splits", [(64, 8, 1), (128, 4, 3), (256, 1, 1)])
+def test_no_races(d, rank, splits):
+    """Of CTAs that sum up by themselves, and where others have; with G in shared memory, and not."""
+    geometry = geometry_of(d, rank, 1)
+    residual = residual_of(geometry, 1, 1, 5, 2.0)
+    check_all(geometry, residual, find(geometry, residual, splits=splits, races=True))
 
 
 def test_a_segment_id_outside_the_pool_is_reported():
