@@ -29,10 +29,12 @@ struct Directions {
     static constexpr float SCALE = 1024.0f;
     static constexpr float LEAST_TRACE = 1e-30f;  // what is smaller is zero as halves, too
     static constexpr float LEAST = 1.2e-7f;  // of the largest eigenvalue: below it, one is the rounding of G
-    // A column of which a pass leaves less than LEAST_LEFT of its square is not told from those before it by rounded products; the next pass
-    // tells. Columns that keep ALONE of theirs are orthonormal behind a pass up to rounding.
-    static constexpr float LEAST_LEFT = 1.0f / 16384, ALONE = 0.25f;
-    static constexpr int PASSES = 5;
+    // A column of which a pass leaves less than LEAST_LEFT of its square is not told from those before it by rounded products, nor is one that takes more
+    // than MOST of another's: the next pass tells. Columns that keep ALONE of their squares are orthonormal behind a pass up to rounding, if they have
+    // been no smaller than halves tell, PRECISE.
+    static constexpr float LEAST_LEFT = 1.0f / 16384, MOST = 64.0f, ALONE = 0.25f, PRECISE = 1.0f / 1024;
+    static constexpr float LEAST_SQUARE = 1e-30f;  // of a column that is not zero
+    static constexpr int PASSES = 6;
 
     using Rows = float[2][BLOCKS][4];        // the warp's rows of D x WIDTH numbers, by strip
     using Square = signpost::Square<BLOCKS>;
@@ -240,12 +242,16 @@ struct Directions {
         }
     }
 
-    // Makes y's columns as long as 1, but for those that are zero, and x = y^T y what it then is.
-    __device__ __forceinline__ static void normalize(Rows& y, Square& x) {
+    // Makes y's columns as long as 1, but for those that are zero, and x = y^T y what it then is. Whether halves have been precise for them.
+    __device__ __forceinline__ static bool normalize(Rows& y, Square& x) {
         float of_row[BLOCKS];
         diagonal_of_rows<BLOCKS>(of_row, x);
+        bool small = false;
 #pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) of_row[i] = of_row[i] > LEAST_SQUARE ? near_inverse_root(of_row[i]) : 0.0f;
+        for (int i = 0; i < BLOCKS; ++i) {
+            small |= of_row[i] > LEAST_SQUARE && of_row[i] < PRECISE;
+            of_row[i] = of_row[i] > LEAST_SQUARE ? near_inverse_root(of_row[i]) : 0.0f;
+        }
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) {
             const float of_column = __shfl_sync(ALL_LANES, of_row[i / 2], lane() % 4 * 8 + i % 2 * 4);
@@ -254,12 +260,12 @@ struct Directions {
 #pragma unroll
             for (int k = 0; k < 4; ++k) y[k / 2][i / 2][k % 2 * 2 + i % 2] = mul(y[k / 2][i / 2][k % 2 * 2 + i % 2], of_column);
         }
+        return __ballot_sync(ALL_LANES, small) == 0;
     }
-    static constexpr float LEAST_SQUARE = 1e-30f;
-
     // Of x = y^T y, with ones (or zeros) on its diagonal: what makes y's columns orthonormal, y T, transposed, in its place; T is triangular. True:
     // all columns keep so much of their squares that there is nothing more to do. A column that is not told from those before it has theirs taken
-    // off as far as that is known, and takes nothing off others; in the last pass it becomes zero.
+    // off as far as that is known, and takes nothing off others; one that would have too much taken off stays what it is. In the last pass both become
+    // zero.
     __device__ __forceinline__ static bool eliminate(Square& x, float enough, bool last) {
         const int r = lane() / 4, c = lane() % 4;
 #pragma unroll
@@ -287,13 +293,20 @@ struct Directions {
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {
-            const bool there = left[i] != 0.0f, told = left[i] > LEAST_LEFT;
-            missing |= there && !(left[i] > enough);
-            const float scale = there && (told || !last) ? near_inverse_root(fmaxf(left[i], LEAST_LEFT)) : 0.0f;
+            const int m = i * 8 + r;
+            int large = 0;
+#pragma unroll
+            for (int j = 0; j < 2 * BLOCKS; ++j) large |= j / 2 * 8 + 2 * c + j % 2 < m && !(fabsf(x[i][j / 2][j % 2]) <= MOST);
+            large |= __shfl_xor_sync(ALL_LANES, large, 1);
+            large |= __shfl_xor_sync(ALL_LANES, large, 2);
+            const bool there = left[i] != 0.0f, told = left[i] > LEAST_LEFT && !large;
+            missing |= there && !(left[i] > enough && !large);
+            const float scale = !there || (last && !told) ? 0.0f : large ? 1.0f : near_inverse_root(fmaxf(left[i], LEAST_LEFT));
 #pragma unroll
             for (int j = 0; j < 2 * BLOCKS; ++j) {
-                const int k = j / 2 * 8 + 2 * c + j % 2, m = i * 8 + r;
-                x[i][j / 2][j % 2] = k < m ? mul(x[i][j / 2][j % 2], scale) : k == m ? scale : 0.0f;
+                const int k = j / 2 * 8 + 2 * c + j % 2;
+                float& mine = x[i][j / 2][j % 2];
+                mine = k == m ? scale : k < m && !large ? mul(mine, scale) : 0.0f;
             }
         }
         return __ballot_sync(ALL_LANES, missing) == 0;
@@ -319,10 +332,41 @@ struct Directions {
             Own(y).across(across);
             Square x;
             products(x, across, across);
-            normalize(y, x);
-            const bool done = eliminate(x, end ? ALONE : LEAST_LEFT, pass == PASSES);
+            const bool precise = normalize(y, x);
+            const bool told = eliminate(x, end ? ALONE : LEAST_LEFT, pass == PASSES);
             transform(y, x);
-            if (done || pass == PASSES) break;
+            if ((told && (precise || !end)) || pass == PASSES) break;
+        }
+    }
+
+    // Makes columns as long as 1. Has a barrier.
+    __device__ __forceinline__ void scale_columns(Rows& y) {
+        float2* const parts = reinterpret_cast<float2*>(shared + PARTS_AT) + turn * WARPS * BLOCKS * BLOCKS * 32;
+        turn ^= 1;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            float sum[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float a = y[0][block][i], b = y[0][block][2 + i], c = y[1][block][i], d = y[1][block][2 + i];
+                sum[i] = fmaf(a, a, fmaf(b, b, fmaf(c, c, mul(d, d))));
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) sum[i] = add(sum[i], __shfl_xor_sync(ALL_LANES, sum[i], step));
+            }
+            if (lane() < 4) parts[(warp() * BLOCKS + block) * 4 + lane()] = make_float2(sum[0], sum[1]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                const float2 x = parts[(other * BLOCKS + block) * 4 + lane() % 4];
+                sum = make_float2(add(sum.x, x.x), add(sum.y, x.y));
+            }
+            const float by[2] = {sum.x > LEAST_SQUARE ? near_inverse_root(sum.x) : 0.0f, sum.y > LEAST_SQUARE ? near_inverse_root(sum.y) : 0.0f};
+#pragma unroll
+            for (int k = 0; k < 8; ++k) y[k / 4][block][k % 4] = mul(y[k / 4][block][k % 4], by[k % 2]);
         }
     }
 
@@ -330,13 +374,8 @@ struct Directions {
 #pragma unroll 1
         for (int i = 0; i < F::ITERATIONS; ++i) {
             multiply(v);
-            if (i % 2 == 0) {
-                orthonormalize(v, i + 1 == F::ITERATIONS);
-            } else {  // two products in a row: 22 bits are enough for them
-#pragma unroll
-                for (int k = 0; k < 2 * BLOCKS * 4; ++k) v[k / 4 / BLOCKS][k / 4 % BLOCKS][k % 4] *= 1.0f / SCALE;
-                __syncthreads();  // all have read V
-            }
+            if (i % 2 == 0) orthonormalize(v, i + 1 == F::ITERATIONS);
+            else scale_columns(v);  // two products in a row: 22 bits are enough for them
             RowsAcross across;
             Own(v).across(across);
 #pragma unroll

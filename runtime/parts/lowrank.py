@@ -61,7 +61,7 @@ def factorize(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     span = starting(d, columns).to(matrices).expand(*matrices.shape[:-2], -1, -1)
     for _ in range(ITERATIONS):
         span = _orthonormal(gram @ span)
-    span = _orthonormal(span)
+    span = _orthonormal(span, least=0.5)
     energy, vectors = torch.linalg.eigh(span.transpose(-1, -2) @ (gram @ span))  # upwards
     energy, vectors = energy[..., -rank:].flip(-1)[..., None, :], vectors[..., -rank:].flip(-1)
     there = energy > torch.finfo(energy.dtype).eps * energy[..., :1]
@@ -70,16 +70,18 @@ def factorize(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return matrices @ (best / size), best * size
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Gram-Schmidt on the r columns of [..., n, r]; one that is zero behind those before it stays zero.
+def _orthonormal(columns: Tensor, least: float = 0.0) -> Tensor:
+    """Gram-Schmidt on the r columns of [..., n, r]; one that is not longer than `least` behind those before it becomes
+    zero.
 
-    Twice makes columns orthonormal that nearly depend on each other. r is small, and a batched QR would run matrix by
-    matrix on a GPU.
+    Twice makes columns orthonormal that nearly depend on each other: what the first pass leaves of one that does depend
+    on them is rounding, which may lie where they do, and the second one leaves less than half of it. r is small, and a
+    batched QR would run matrix by matrix on a GPU.
     """
     rest = list(columns.unbind(-1))
     for k, column in enumerate(rest):
         norm = column.norm(dim=-1, keepdim=True)
-        rest[k] = column = torch.where(norm > 0, column / norm, 0.0)
+        rest[k] = column = torch.where(norm > least, column / norm, 0.0)
         rest[k + 1 :] = [other - (column * other).sum(-1, keepdim=True) * column for other in rest[k + 1 :]]
     return torch.stack(rest, -1)
 

@@ -170,6 +170,31 @@ def test_near_the_svd(d, rank, block_rank, decay):
     check_all(geometry, residual, find(geometry, residual))
 
 
+HARD = {
+    "rank 3": lambda k: np.where(k <= 3, 4 - k, 0),
+    "one": lambda k: np.where(k == 1, 100, 1),
+    "two": lambda k: np.where(k <= 2, 1e4, 1) * k**-0.2,
+    "six": lambda k: np.where(k <= 6, 1e3, 1) * k**-0.2,
+    "halves": lambda k: 0.5**k,
+    "powers": lambda k: k**-4.0,
+}
+
+
+@pytest.mark.parametrize("axes", [False, True])
+@pytest.mark.parametrize("spectrum", HARD)
+@pytest.mark.parametrize("d, rank, pages", [(64, 8, 2), (128, 4, 2)])
+def test_spectra_that_span_more_than_rounding_tells(d, rank, pages, spectrum, axes):
+    """Columns that are iterated depend on each other nearly; or differ in size by more than halves tell."""
+    geometry = geometry_of(d, rank, rank, h_kv=1)
+    n, rng = 16 * pages, np.random.default_rng(rank)
+    k = min(n, d)
+    u, v = (np.linalg.qr(rng.normal(size=(length, k)))[0] for length in (n, d))
+    v = np.eye(d)[:, rng.permutation(d)[:k]] if axes else v
+    x = torch.from_numpy((u * HARD[spectrum](np.arange(1.0, k + 1))) @ v.T).float()
+    residual = x.view(1, 1, pages, 16, 1, d)
+    check_all(geometry, residual, find(geometry, residual))
+
+
 @pytest.mark.parametrize("sketch", [False, True])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_sequences_segments_and_parts_of_them(splits, sketch):

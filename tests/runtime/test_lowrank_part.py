@@ -53,6 +53,20 @@ def test_what_is_not_there_gives_zero_and_no_nan():
     assert torch.allclose(left @ right.T, one, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rank", [2, 4, 8])
+@pytest.mark.parametrize("values", [[3, 2, 1], [1e4, 9e3] + [1] * 30, [0.1**k for k in range(30)]], ids=len)
+def test_few_channels_that_are_all_there_is(values, rank, seed):
+    """In float32 nothing is left of a dependent column but rounding, which lies in the same few channels."""
+    rng, k = np.random.default_rng(seed), len(values)
+    matrix = np.zeros((64, 64))
+    matrix[:, rng.permutation(64)[:k]] = np.linalg.qr(rng.normal(size=(64, k)))[0] * values
+    left, right = factorize(torch.from_numpy(matrix).float(), rank)
+    error = np.linalg.norm(matrix - (left @ right.T).double().numpy())
+    least = np.linalg.norm(np.linalg.svd(matrix, compute_uv=False)[rank:])
+    assert error <= 1.02 * least + 2**-11 * np.linalg.norm(matrix)  # a product's rounding is that of squares: 2 ** -12
+
+
 @pytest.mark.parametrize("fmt", [GEAR.key, GEAR.value], ids=["key", "value"])
 @pytest.mark.parametrize("segment", [1, 2, 5, 8])
 def test_decoding_gives_what_encoding_returned(fmt, segment):
