@@ -71,7 +71,7 @@ struct Directions {
         else sums.add(matrix.tokens / TILE);
         __syncthreads();  // stages and work space are free
         trace = total_trace(sums.diagonal());
-        if (!(trace > LEAST_TRACE && trace <= FLOAT_MAX)) return false;  // the pack kernel has reported numbers that are infinite or NaN
+        if (!(trace > LEAST_TRACE && trace <= FLOAT_MAX)) return false;  // infinite or NaN, or far beyond what factors hold as halves
         const float scale = near_quotient(SCALE, trace);
 #pragma unroll
         for (int s = 0; s <= STRIPS; ++s) {
@@ -268,6 +268,8 @@ struct Directions {
     // zero.
     __device__ __forceinline__ static bool eliminate(Square& x, float enough, bool last) {
         const int r = lane() / 4, c = lane() % 4;
+        float whole[BLOCKS];  // of a column of which nothing is left now, halves may tell more
+        diagonal_of_rows<BLOCKS>(whole, x);
 #pragma unroll
         for (int k = 0; k + 1 < COLUMNS; ++k) {
             const int from = k % 8 * 4;
@@ -299,7 +301,7 @@ struct Directions {
             for (int j = 0; j < 2 * BLOCKS; ++j) large |= j / 2 * 8 + 2 * c + j % 2 < m && !(fabsf(x[i][j / 2][j % 2]) <= MOST);
             large |= __shfl_xor_sync(ALL_LANES, large, 1);
             large |= __shfl_xor_sync(ALL_LANES, large, 2);
-            const bool there = left[i] != 0.0f, told = left[i] > LEAST_LEFT && !large;
+            const bool there = whole[i] != 0.0f, told = left[i] > LEAST_LEFT && !large;
             missing |= there && !(left[i] > enough && !large);
             const float scale = !there || (last && !told) ? 0.0f : large ? 1.0f : near_inverse_root(fmaxf(left[i], LEAST_LEFT));
 #pragma unroll
@@ -335,7 +337,7 @@ struct Directions {
             const bool precise = normalize(y, x);
             const bool told = eliminate(x, end ? ALONE : LEAST_LEFT, pass == PASSES);
             transform(y, x);
-            if ((told && (precise || !end)) || pass == PASSES) break;
+            if ((told && precise) || pass == PASSES) break;
         }
     }
 

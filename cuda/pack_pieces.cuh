@@ -42,7 +42,7 @@ struct Products {
     __device__ __forceinline__ float operator[](int i) const { return signpost::add(high[i], low[i]); }
 };
 
-// to += x^T y, 8 x 8: lane 4 r + c has (row r, columns 2 c and 2 c + 1) when `total` has added up.
+// A sum of products x^T y, 8 x 8, without those of two second pieces: of `total` lane 4 r + c has (row r, columns 2 c and 2 c + 1).
 struct Crossed {
     float with_high[4] = {}, with_low[4] = {};  // rows of x's first pieces, rows of its second ones
 

@@ -47,7 +47,7 @@ struct Segment {
     __device__ __forceinline__ float* numbers() const {
         return params.residual + (static_cast<long long>(sequence) * params.pages + first) * S::T * STRIDE + head * D;
     }
-    // Work space of D x D numbers for each split; if there is one and `directions` needs none, nobody's.
+    // Work space of D x D numbers for each split; if there is one and `directions` needs none, the pointer means nothing.
     __device__ __forceinline__ float* gram() const { return params.gram + index * params.splits * (D * D); }
     // f32 [D][8]: v / s in the columns of the rank, else 0
     __device__ __forceinline__ float* directions() const { return params.directions + index * (D * 8); }

@@ -88,10 +88,10 @@ def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
 
 def layers_together(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     """How many of these layers are packed at once, so many pages of prompts in b sequences: at least one."""
-    launches = -(-layers // LAYERS_AT_ONCE)
-    while launches < layers and work_bytes(geometry, -(-layers // launches), b, pages) > LAYERS_ROOM:
-        launches += 1
-    return -(-layers // launches)
+    most = 1  # fewer layers may take more than some more do, whose products are summed up in fewer parts
+    while most < min(layers, LAYERS_AT_ONCE) and work_bytes(geometry, most + 1, b, pages) <= LAYERS_ROOM:
+        most += 1
+    return -(-layers // -(-layers // most))  # as many launches, alike
 
 
 def most_work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> tuple[int, int]:

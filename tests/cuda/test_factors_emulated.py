@@ -173,6 +173,8 @@ def test_near_the_svd(d, rank, block_rank, decay):
 HARD = {
     "rank 3": lambda k: np.where(k <= 3, 4 - k, 0),
     "one": lambda k: np.where(k == 1, 100, 1),
+    "one of four": lambda k: np.where(k == 1, 300, 1) * (k <= 4),
+    "one of eight": lambda k: np.where(k == 1, 800, 1) * (k <= 8),
     "two": lambda k: np.where(k <= 2, 1e4, 1) * k**-0.2,
     "six": lambda k: np.where(k <= 6, 1e3, 1) * k**-0.2,
     "halves": lambda k: 0.5**k,

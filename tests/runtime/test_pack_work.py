@@ -68,7 +68,17 @@ def test_it_is_enough(shape, layers, b, pages, data):
     assert work(geometry, together, min(some, fit(geometry, together, 1)), 1) <= step
     together = pack_factors.layers_together(geometry, layers, some, few)
     at_once = min(few, SEGMENT_PAGES * fit(geometry, some, SEGMENT_PAGES))
-    assert work(geometry, together, min(some, fit(geometry, together, at_once)), at_once) <= prompt
+    for layers in range(1, together + 1):  # the last ones, or those that wait, are fewer
+        assert work(geometry, layers, min(some, fit(geometry, layers, at_once)), at_once) <= prompt
+
+
+@pytest.mark.parametrize("b", [5, 7])
+def test_fewer_layers_may_take_more(b):
+    """768 matrices and more are not summed up in parts, fewer are."""
+    geometry = geometry_of(8, 128, 64)
+    together = pack_factors.layers_together(geometry, 40, b, 11)
+    most = max(pack_factors.work_bytes(geometry, layers, b, 11) for layers in range(1, together + 1))
+    assert most <= pack_factors.LAYERS_ROOM
 
 
 @pytest.mark.parametrize("rows", [None, 4000])
