@@ -11,6 +11,8 @@
 #include <cuda_fp16.h>
 #endif
 
+#include "transpose.cuh"
+
 // Bytes of shared memory that a block can have.
 #if __CUDA_ARCH__ == 800
 #define SIGNPOST_SHARED 166912
@@ -82,13 +84,6 @@ __device__ __forceinline__ unsigned masked(unsigned a, unsigned b) {
 __device__ __forceinline__ unsigned permute(unsigned low, unsigned high, unsigned which) {
     unsigned y;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
-    return y;
-}
-
-// Transposes an 8 x 8 matrix of halves: lane 4 r + c holds (row r, columns 2c, 2c+1).
-__device__ __forceinline__ unsigned transpose8(unsigned x) {
-    unsigned y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 

@@ -234,30 +234,30 @@ struct Dense {
         const float2 factor = factors[A::TOGETHER ? 2 * i : i];
         const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
         if constexpr (S::BANDED > 0) return add(factor.y, mul(scale, tree(head, band_of(channel)).nearest(normalized(x, factor))));
-        else return add(factor.y, mul(scale, values()[search()(normalized(x, factor))]));
+        else return nearest(x, factor, scale);
+    }
+    __device__ __forceinline__ float nearest(float x, float2 factor, float scale) const {
+        return add(factor.y, mul(scale, values()[search()(normalized(x, factor))]));
     }
 
     // The same of four channels, the first a multiple of four.
     __device__ __forceinline__ void decoded(float (&y)[4], const float (&x)[4], int row, int head, int channel) const {
-        constexpr bool CHANNELS = S::SCALES == Scales::CHANNEL_BUNDLE || S::SCALES == Scales::CHANNEL_PAGE;
         if constexpr (S::BANDED > 0 || S::SCALES == Scales::CHANNEL_BUNDLE || (S::SCALES == Scales::TOKEN && !A::SPANS && S::SCALE_CHANNELS < 4)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) y[i] = decoded(x[i], row, head, channel + i);
         } else {
             const int at = index(row, head, channel);
-            float4 factor[2], scale;  // 1 / scale and zero of two channels each
-            if constexpr (CHANNELS) {
-                factor[0] = reinterpret_cast<const float4*>(factors + at)[0], factor[1] = reinterpret_cast<const float4*>(factors + at)[1];
-                scale = *reinterpret_cast<const float4*>(scales + at);
+            if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
+                const float4 first = reinterpret_cast<const float4*>(factors + at)[0], second = reinterpret_cast<const float4*>(factors + at)[1];
+                const float4 scale = *reinterpret_cast<const float4*>(scales + at);
+                y[0] = nearest(x[0], make_float2(first.x, first.y), scale.x), y[1] = nearest(x[1], make_float2(first.z, first.w), scale.y);
+                y[2] = nearest(x[2], make_float2(second.x, second.y), scale.z), y[3] = nearest(x[3], make_float2(second.z, second.w), scale.w);
             } else {
-                factor[0] = factor[1] = make_float4(factors[at].x, factors[at].y, factors[at].x, factors[at].y);
-                scale = make_float4(scales[at], scales[at], scales[at], scales[at]);
+                const float2 factor = factors[at];
+                const float scale = scales[at];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) y[i] = nearest(x[i], factor, scale);
             }
-            const auto one = [&](float x, float inverse, float zero, float scale) {
-                return add(zero, mul(scale, values()[search()(normalized(x, make_float2(inverse, zero)))]));
-            };
-            y[0] = one(x[0], factor[0].x, factor[0].y, scale.x), y[1] = one(x[1], factor[0].z, factor[0].w, scale.y);
-            y[2] = one(x[2], factor[1].x, factor[1].y, scale.z), y[3] = one(x[3], factor[1].z, factor[1].w, scale.w);
         }
     }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "sides.cuh"
+#include "transpose.cuh"
 
 namespace signpost {
 
@@ -176,19 +177,14 @@ __device__ __forceinline__ void multiply_half_tile(float (&sum)[4], unsigned a0,
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Transposes an 8 x 8 matrix of halves: lane 4 r + c holds (row r, columns 2 c and 2 c + 1).
-__device__ __forceinline__ unsigned transpose8(unsigned x) {
-    unsigned y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-// A first operand of 16 x 16 halves from shared memory, where it lies as four matrices of 8 x 8, row by row: those of words 0 to 3. Or its
-// transpose. address: where the lane's row is, which is `matrix_row` of the lane further.
+// How far the lane's row is behind the beginning of four matrices of 8 x 8 halves, as `load_matrices` wants its address.
 template <bool TRANSPOSED>
 __device__ __forceinline__ unsigned matrix_row() {
     const unsigned lane = threadIdx.x % 32;
     return 16 * (TRANSPOSED ? (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1 : lane);
 }
+// A first operand of 16 x 16 halves from shared memory, where it lies as four matrices of 8 x 8, row by row: those of words 0 to 3. Or its
+// transpose.
 template <bool TRANSPOSED>
 __device__ __forceinline__ uint4 load_matrices(unsigned address) {
     uint4 x;

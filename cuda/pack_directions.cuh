@@ -86,7 +86,7 @@ struct Directions {
             pair(1, 2, block.high.w, block.low.w);
             const int i = s > HALF ? 1 : 0, behind = i ? s - BEHIND : s;
             keep(block, strip(i), behind);
-            if (s % 4 == 3) __syncwarp();  // else all are made before any is stored, and registers are spilled
+            __syncwarp();  // else all are made before any is stored, and registers are spilled
         }
         return true;
     }
@@ -145,8 +145,8 @@ struct Directions {
         __syncthreads();
     }
 
-    // Where the warp finds what it multiplies: its own blocks of G, those that other strips have, V. Places of strips behind the last one are that of
-    // strip 0 and so on: such a strip's place is ALL further than the one that is meant.
+    // Where the warp finds what it multiplies: its own blocks of G, those that other strips have, V. A strip so far behind the warp's first one that it
+    // would be STRIPS or more is around the circle: its place is that of STRIPS strips before.
     struct Places {
         static constexpr unsigned ROW = BEHIND * 1024, COLUMN = BLOCKS * 512;
         unsigned own, others, v;

@@ -19,7 +19,8 @@ struct Gram {
 
     const float* from;  // the split's first token
     float* const stages;
-    float sum[BLOCKS + 1][2][4];  // as sums of two instructions of eight columns: of strip w with w ... w + HALF, then of strip w + HALF with w + HALF ... w + BLOCKS - 1
+    // Of strip w with w ... w + HALF, then of strip w + HALF with w + HALF ... w + BLOCKS - 1: sums of two instructions of eight columns each.
+    float sum[BLOCKS + 1][2][4];
 
     __device__ __forceinline__ static void run(const PackParams& params) {
         Segment<S, F> matrix(params);
@@ -63,7 +64,8 @@ struct Gram {
         }
     }
 
-    // Of eight tokens the strip so far behind the warp's first one around the circle: word [h][u] of lane 4 r + c is channel 8 h + r of token c + 4 u, which is where both operands want it.
+    // Of eight tokens the strip so far behind the warp's first one around the circle: word [h][u] of lane 4 r + c is channel 8 h + r of token c + 4 u,
+    // which is where both operands want it.
     __device__ __forceinline__ void load(unsigned (&x)[2][2], const float* tokens, int behind) const {
         const int warp = threadIdx.x / 32;
         const float* at = tokens + threadIdx.x % 4 * ROW + threadIdx.x % 32 / 4 + warp * 16 + behind * 16 - (warp + behind >= BLOCKS ? D : 0);

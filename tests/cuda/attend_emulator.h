@@ -167,14 +167,6 @@ inline unsigned permute(unsigned low, unsigned high, unsigned which) {
     return y;
 }
 
-inline unsigned transpose8(unsigned x) {
-    const uint64_t* all = emulator::exchange(x);
-    const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;
-    unsigned y = 0;
-    for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
-    return y;
-}
-
 template <int BYTES>
 void copy_async(unsigned to, const void* from) {
     if (to % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES) {

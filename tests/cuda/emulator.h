@@ -115,13 +115,6 @@ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
     multiply_tile(sum, {a0, a1, 0, 0}, b, 0, Half());
 }
 
-inline unsigned transpose8(unsigned x) {
-    const uint64_t* all = emulator::exchange(x);
-    const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;
-    unsigned y = 0;
-    for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
-    return y;
-}
 template <bool TRANSPOSED>
 unsigned matrix_row() {
     const unsigned lane = emulator::current->thread % 32;

@@ -321,3 +321,15 @@ SIGNPOST_ATOMIC N atomicAdd(N* to, N x) {
     *to += x;
     return before;
 }
+
+// ---- what cuda/transpose.cuh says in assembly ----
+
+namespace signpost {
+inline unsigned transpose8(unsigned x) {
+    const uint64_t* all = emulator::exchange(x);
+    const int lane = emulator::current->thread % 32, r = lane / 4, c = lane % 4;
+    unsigned y = 0;
+    for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
+    return y;
+}
+}  // namespace signpost
