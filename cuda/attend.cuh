@@ -53,7 +53,7 @@ struct Attend {
         long long base = 0;
         int chunk = 0;
         for (; chunk + 32 < params.b; chunk += 32) {  // whole chunks are others'
-            const int next = numbers(params.lengths, chunk + 32), units = __reduce_add_sync(~0u, L::units(length - params.m));
+            const int next = numbers(params.lengths, chunk + 32), units = __reduce_add_sync(~0u, L::seen(params, length - params.m));
             const long long end = base + static_cast<long long>(units) * line.all_weights + 32ll * line.rest * params.h_kv;
             if (end > first) break;
             base = end, length = next;
@@ -64,7 +64,7 @@ struct Attend {
         while (true) {
             for (walk.i = 0; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
                 const int tokens = known().length[walk.i];
-                walk.next = walk.base + static_cast<long long>(L::units(tokens - params.m)) * walk.line.all_weights + static_cast<long long>(walk.line.rest) * params.h_kv;
+                walk.next = walk.base + static_cast<long long>(L::seen(params, tokens - params.m)) * walk.line.all_weights + static_cast<long long>(walk.line.rest) * params.h_kv;
                 if (walk.next > walk.first) {
                     at.take(walk.chunk + walk.i, tokens, known().offset[walk.i]);
                     heads(walk);
@@ -93,14 +93,15 @@ struct Attend {
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
-        at.head = walk.line.head_at(known(), walk.first - walk.base, at.units(), at.params.h_kv, at.lane);
-        walk.base += static_cast<long long>(at.units()) * walk.line.before_of(known(), at.head) + static_cast<long long>(walk.line.rest) * at.head;
+        const int hidden = at.hidden(), count = at.units() - hidden;
+        at.head = walk.line.head_at(known(), walk.first - walk.base, count, at.params.h_kv, at.lane);
+        walk.base += static_cast<long long>(count) * walk.line.before_of(known(), at.head) + static_cast<long long>(walk.line.rest) * at.head;
         for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
-            const int count = at.units(), weight = walk.line.weight_of(known(), at.head);
+            const int hidden = at.hidden(), count = at.units() - hidden, weight = walk.line.weight_of(known(), at.head);
             const long long next = walk.base + static_cast<long long>(count) * weight + walk.line.rest;
             auto unit = [&](long long x) {
                 const long long from = walk.line.weighed ? static_cast<long long>(ceil(static_cast<double>(x - walk.base) * reciprocal(weight))) : x - walk.base;
-                return static_cast<int>(min(max(from, 0ll), static_cast<long long>(count)));
+                return hidden + static_cast<int>(min(max(from, 0ll), static_cast<long long>(count)));
             };
             at.from = unit(walk.first), at.to = unit(walk.last);
             at.begins = walk.base >= walk.first, at.ends = next <= walk.last, at.final = next >= walk.last;
@@ -141,7 +142,7 @@ struct Attend {
         } else {
             constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
             if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
-            typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
+            typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);
             __syncthreads();  // as above
             typename Keys<C>::Angles angles;
             keys.ask(angles);
@@ -200,7 +201,7 @@ struct Attend {
         const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
         exact.tokens(exact_from(), at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle, L::TEAMS);
     }
-    __device__ __forceinline__ int exact_from() const { return K::SINKS + max(at.key_packed, at.value_packed); }
+    __device__ __forceinline__ int exact_from() const { return max(K::SINKS + max(at.key_packed, at.value_packed), at.low()); }
 };
 
 template <typename Shape>

@@ -17,7 +17,7 @@ struct Bytes {
     }
     static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED && !K::ROTATE;
     static constexpr bool VALUES = plain<V>() && (V::BANDED ? !V::SPARSE : V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D && !V::ROTATE);
-    static constexpr bool POSSIBLE = KEYS && VALUES && Shape::D <= 128 && Shape::ROWS <= 2 && K::T == V::T && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
+    static constexpr bool POSSIBLE = KEYS && VALUES && !Shape::SLIDING && !Shape::CAPPED && Shape::D <= 128 && Shape::ROWS <= 2 && K::T == V::T && K::RECENT == V::RECENT && K::SINKS == V::SINKS;
 };
 
 // The copy of the list of a page of one head, of at most MOST outliers, in shared memory: its indices, from the piece of 16 bytes on in which they begin, and its corrections,

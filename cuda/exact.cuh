@@ -31,8 +31,8 @@ struct Exact {
         __device__ __forceinline__ explicit Vectors(const Place<C>& at) : stride(at.params.h_kv * D) {
             const SideParams& side = KEY ? at.params.key : at.params.value;
             capacity = static_cast<int>(side.capacity);
-            const unsigned packed = KEY ? at.key_packed : at.value_packed;
-            begin = SINKS + static_cast<int>(packed - packed % static_cast<unsigned>(capacity));
+            const unsigned first = L::EXACT ? at.low() : KEY ? at.key_packed : at.value_packed;  // behind the sinks
+            begin = SINKS + static_cast<int>(first - first % static_cast<unsigned>(capacity));
             sinks = static_cast<const Model*>(side.sinks) + static_cast<long long>(at.sequence) * SINKS * stride + at.head * D;
             window = static_cast<const Model*>(side.window) + at.sequence * side.capacity * stride + at.head * D;
         }
@@ -74,6 +74,8 @@ struct Exact {
     };
     // Of tokens token ... token + 15; in place of those from `end` on, which the caller masks, the one before it.
     __device__ __forceinline__ Pair pair_at(int token, int end) const { return {min(token + at.r, end - 1), min(token + at.r + 8, end - 1)}; }
+    // In place of those that are gone, which the caller masks, too, the first one that is there.
+    __device__ __forceinline__ Pair kept(const Pair& of) const { return L::EXACT && L::SLIDING ? Pair{max(of.low, at.low()), max(of.high, at.low())} : of; }
 
     // Scores of 16 tokens. Lane c has the channels 8c ... 8c + 7 of each 32, which are two steps, as the operand has them (Query::exact_half).
     __device__ __forceinline__ void scores(const Vectors<true>& keys, const Pair& of, float (&score)[NT][4]) const {
@@ -142,10 +144,9 @@ struct Exact {
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int row = blockIdx.y * L::ROWS + L::row_of(8 * n + 2 * at.c + e % 2);
-                    const int newest = at.length - at.params.m + min(row / at.params.g, at.params.m - 1);  // the row's own token
+                    const int newest = at.newest(8 * n + 2 * at.c + e % 2), token = e / 2 ? of.high : of.low;
                     const bool there = i * TILE + at.r + e / 2 * 8 < count;
-                    if (!there || (e / 2 ? of.high : of.low) > newest || !at.in_phase(e % 2, 0)) score[n][e] = minus_infinity();
+                    if (!there || token > newest || (L::SLIDING && token <= newest - at.params.window) || !at.in_phase(e % 2, 0)) score[n][e] = minus_infinity();
                 }
             }
             softmax.soften(score);

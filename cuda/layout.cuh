@@ -34,7 +34,7 @@ struct Limits {
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Whether a warp makes of a query alone what pages need of it.
-    static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH;
+    static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH && !K::EXACT && !Shape::SLIDING;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
@@ -52,6 +52,10 @@ struct Layout {
     using V = typename C::Value;
     static constexpr int D = C::D, ROWS = C::ROWS, WARPS = C::WARPS, PHASES = C::PHASES, TURNS = C::TURNS;
     static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
+    static constexpr bool EXACT = K::EXACT;  // there are no pages: a unit is so many tokens of the window
+    static_assert(K::EXACT == V::EXACT, "of both sides");
+    static constexpr bool SLIDING = C::SLIDING;  // a query sees a window of the newest tokens
+    static constexpr bool CAPPED = C::CAPPED;    // scores are bent (Softmax::cap)
     static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
     static constexpr int STRIDE = ALONE ? 1 : WARPS;  // from one unit of a warp to its next one, by bytes
     // Exact values are read eight channels at once, and outputs in their order: by bytes, whose pages' sums come through shared memory. Warps alone are slower with it (measured).
@@ -80,7 +84,8 @@ struct Layout {
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
     static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there
     // Where scales need not touch the numbers.
-    static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK;  // into RoPE's factors, or the query
+    // Of keys' channels into RoPE's factors, or the query. It rounds an outlier several times, for speed; pages of fewer tokens than 64 give up the speed.
+    static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK && !(KEY_OUTLIERS && K::T < 64);
     // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it; so are codes and outliers that are scaled apart.
     static constexpr bool KEY_WIDE = (ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE))) || (KEY_OUTLIERS && KEY_CODES && !CHANNELS_FOLDED);
     // Where channels are folded, a key's number is turned and scaled once its outlier is added to it, which is divided by the scale.
@@ -103,7 +108,7 @@ struct Layout {
     static constexpr int BATCH = PHASES > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
-    static constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
+    static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place
 
     // Shared memory, bytes from its start.
     static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
@@ -186,6 +191,12 @@ struct Layout {
     // Units of so many tokens.
     static __device__ __forceinline__ int units_of(int packed) { return (packed + T - 1) / T; }
     static __device__ __forceinline__ int units(int tokens) { return units_of(packed_by_both(tokens)); }
+    // Of a sequence of so many tokens without the new ones: units that none of these sees any more, and those that take part.
+    static __device__ __forceinline__ int hidden(const AttendParams& params, int tokens) {
+        if constexpr (SLIDING) return min(units(tokens), max(0, tokens + 1 - params.window - K::SINKS) / T);
+        else return 0;
+    }
+    static __device__ __forceinline__ int seen(const AttendParams& params, int tokens) { return units(tokens) - hidden(params, tokens); }
 };
 
 // What a block works on: a sequence of `length` tokens, the first at position `offset`, so many of which a side's pages have; one of its kv heads; units from ... to - 1
@@ -227,8 +238,12 @@ struct Place : Task {
         key_packed = L::template packed<typename L::K>(length - params.m);
         value_packed = L::template packed<typename L::V>(length - params.m);
     }
-    // Units of which both sides are packed.
+    // Units of which both sides are packed, and how many of these nobody sees.
     __device__ __forceinline__ int units() const { return L::units_of(min(key_packed, value_packed)); }
+    __device__ __forceinline__ int hidden() const { return L::hidden(params, length - params.m); }
+    // The first token that a new one sees; whether a new one of query row `row` does not see a token behind it any more.
+    __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
+    __device__ __forceinline__ int newest(int column) const { return length - params.m + min((blockIdx.y * L::ROWS + L::row_of(column)) / params.g, params.m - 1); }
 
     // Codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment, and what was copied before; many lanes then wait for one load,
     // not one after the other for each of theirs. All threads; ends with a barrier.

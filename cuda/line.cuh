@@ -15,8 +15,9 @@ struct Line {
     using K = typename C::Key;
     using V = typename C::Value;
     static constexpr bool OUTLIERS = L::BYTES && (K::SPARSE || V::SPARSE);
-    // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block.
-    static constexpr int EXACT = 8 / C::BLOCKS, NEXT = (!L::BYTES ? 7 : OUTLIERS ? 16 : 30) / C::BLOCKS;
+    // What the other tokens of a head cost, and going on to the next head within a block, in units: of a multiprocessor with one block. Where all tokens are exact,
+    // a unit's have several times a page's bytes, and the others are fewer than a unit.
+    static constexpr int EXACT = L::EXACT ? 1 : 8 / C::BLOCKS, NEXT = L::EXACT ? 2 : (!L::BYTES ? 7 : OUTLIERS ? 16 : 30) / C::BLOCKS;
     // As many rounds of outliers as cost what all else of a page does; heads that can be weighed, one a lane; pages a warp looks at; pages
     // of a block that make it worth while.
     static constexpr int OF_A_PAGE = L::D / 4, HEADS = 32, SAMPLES = 2, WORTH = 128;
@@ -36,7 +37,7 @@ struct Line {
         const long long heads = static_cast<long long>(params.b) * h_kv;
         const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
         const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
-        long long units = L::units(length - params.m);  // of one head
+        long long units = L::seen(params, length - params.m);  // of one head
         if (params.b <= 32) {
             units = __reduce_add_sync(~0u, static_cast<unsigned>(units));
         } else {
@@ -54,7 +55,7 @@ struct Line {
     }
 
     // Units of a head of a sequence.
-    static __device__ __forceinline__ int packed(const AttendParams& params, int sequence) { return L::units(params.lengths[sequence] - params.m); }
+    static __device__ __forceinline__ int packed(const AttendParams& params, int sequence) { return L::seen(params, params.lengths[sequence] - params.m); }
 
     // Lets all warps know a chunk's sequences, one a lane. All threads, of whom nobody reads those of the last chunk any more; ends with a barrier.
     static __device__ __forceinline__ void open(LineChunk& known, int length, int offset, int warp, int lane) {

@@ -1,6 +1,7 @@
 // What a generated unit says of one side (keys or values) of a layer. All offsets and sizes are bytes, and all come from
 // artifacts/geometry.py; -1 means that there is no such field.
 //
+//   EXACT           1: there are no pages, and nothing of what follows but T; all tokens are in the window, which holds those that may still be seen
 //   T               tokens per page
 //   BITS            of a code; 0: no dense part. CODES, TILE_BYTES: offset in the head's page, bytes of 16 tokens
 //   BANDED          bits of all bands of a head, whose codes take the place of dense ones; 0: no banded part

@@ -38,6 +38,7 @@ struct Softmax {
     // scale leaves room for scales of thousands.
     __device__ __forceinline__ void soften(float (&score)[NT][4]) {
         constexpr float SLACK = L::VALUE_FOLDED ? 3.f : 8.f;
+        if constexpr (L::CAPPED) cap(score);
         bool over = false;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -54,6 +55,19 @@ struct Softmax {
             if constexpr (L::VALUE_RESTORED) round(score[n]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[n][e % 2] += score[n][e];
+        }
+    }
+
+    // Bends scores to between -cap and cap: cap * tanh(x / cap), without tokens that are masked.
+    __device__ __forceinline__ void cap(float (&score)[NT][4]) const {
+        const float most = at.params.cap, bend = at.params.bend;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float bent = fmaf(-2.f * most, reciprocal_fast(1.f + exp2_fast(score[n][e] * bend)), most);
+                score[n][e] = score[n][e] == minus_infinity() ? minus_infinity() : bent;
+            }
         }
     }
 

@@ -84,6 +84,11 @@ struct Stage {
     static_assert(Directory::START == 0 && Directory::END == 4, "a directory's words follow each other");
 };
 
+// Units of a head, and what a warp takes of each.
+struct Range {
+    int first, end, place, part, head, lane;
+};
+
 // Copies one side's tiles of a warp to its ring, a batch of units after the other. Page ids are loaded two times 32 ahead, one a lane,
 // so that nobody waits for them. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
 template <typename L, typename S, typename SideStage, int BATCH>
@@ -92,10 +97,6 @@ struct Feed {
     static constexpr int PIECES = BATCH * SideStage::PIECES, EACH = (PIECES + 31) / 32;
     static constexpr int WORDS = BATCH * SideStage::WORDS;
     static_assert(32 % BATCH == 0 && WORDS <= 32, "a batch's ids are in one register, its words in one copy");
-    struct Range {  // of units of a head, and what a warp takes of each
-        int first, end, place, part, head, lane;
-    };
-
     const int* table;
     int unit, end;  // next one to be copied
     int taken, now, later;
@@ -176,6 +177,26 @@ struct Feed {
         }
         copy_commit();
     }
+};
+
+// Of a side that is not packed: groups of copies are counted all the same.
+struct NoFeed {
+    __device__ __forceinline__ void copy(unsigned char*) const { copy_commit(); }
+};
+
+// What feeds a warp's ring with a side; whether that is packed.
+template <bool PACKED>
+struct Fed {
+    template <typename L, typename S, typename SideStage, int BATCH>
+    using By = Feed<L, S, SideStage, BATCH>;
+};
+template <>
+struct Fed<false> {
+    template <typename L, typename S, typename SideStage, int BATCH>
+    struct By : NoFeed {
+        template <typename... Given>
+        __device__ __forceinline__ By(const Given&...) {}
+    };
 };
 
 }  // namespace signpost

@@ -54,16 +54,16 @@ struct TilePages {
         static constexpr int B = L::BATCH;
         const int each, first, count;
         unsigned char* const ring;
-        Feed<L, K, KeyStage, B> keys;
-        Feed<L, V, ValueStage, B> values;
+        typename Fed<KP>::template By<L, K, KeyStage, B> keys;
+        typename Fed<VP>::template By<L, V, ValueStage, B> values;
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
             : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
               count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
-                   {first, first + count * HOP, at.tile, at.part, at.head, at.lane}),
+                   Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}),
               values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
-                     {first, first + count * HOP, at.tile, at.part, at.head, at.lane}) {}
+                     Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}) {}
 
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
@@ -74,12 +74,10 @@ struct TilePages {
             }
         }
         __device__ __forceinline__ void feed_key(unsigned char* stage) {
-            if constexpr (KP) keys.copy(stage);
-            else copy_commit();
+            keys.copy(stage);
         }
         __device__ __forceinline__ void feed_value(unsigned char* stage) {
-            if constexpr (VP) values.copy(stage + KeyStage::BYTES);
-            else copy_commit();
+            values.copy(stage + KeyStage::BYTES);
         }
     };
     template <bool KP, bool VP>
@@ -141,7 +139,7 @@ struct TilePages {
                     keys.scores(tiles, turn, of_tiles);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length), of_tiles[i]);
+                    for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), exact.kept(exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length)), of_tiles[i]);
                 }
 #pragma unroll
                 for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
@@ -157,6 +155,7 @@ struct TilePages {
                 if constexpr (L::PARTS > 1) add_scores(turn, score);
                 keys.shift(score);
             }
+            if constexpr (L::SLIDING) hide(token, score);
             softmax.soften(score);
             if constexpr (VP) {
                 if constexpr (L::VALUE_FOLDED) arrived<COPIES - N>();
@@ -180,7 +179,7 @@ struct TilePages {
                     for (int i = 0; i < B; ++i) {
                         unsigned b[NT][2];
                         softmax.of_phase(values.scaled, p + i, b);
-                        exact.add_values(typename Exact<C>::template Vectors<false>(at), exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length), b);
+                        exact.add_values(typename Exact<C>::template Vectors<false>(at), exact.kept(exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length)), b);
                     }
                 }
                 __syncwarp();
@@ -208,6 +207,19 @@ struct TilePages {
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) score[n][e] = at.in_phase(e % 2, phase) && phase < live ? of_tile[n][e] : score[n][e];
+        }
+    }
+
+    // Tokens that a row sees no more; token: the first one of the turn's first tile.
+    __device__ __forceinline__ void hide(int token, float (&score)[NT][4]) const {
+        if (token > at.length - 1 - at.params.window) return;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int column = 8 * n + 2 * at.c + e % 2, mine = token + L::phase_of(column) * HOP * T + at.r + e / 2 * 8;
+                if (mine <= at.newest(column) - at.params.window) score[n][e] = minus_infinity();
+            }
         }
     }
 

@@ -191,7 +191,8 @@ def _left() -> int:
 
 def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     """Fills the kernel cache; prints a line per unit and the total."""
-    from runtime.joined import HALVES, join_unit
+    from runtime.exact import HALVES
+    from runtime.joined import join_unit
     from runtime.pack_units import units as pack_units
     from runtime.units import units
     from runtime.unpack import units as unpack_units

@@ -20,9 +20,11 @@ from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
 from runtime.units import (
+    ALL_PLAIN,
     MOST_ROWS,
     TYPES,
     WRITE_THREADS,
+    Scoring,
     Sharing,
     attend_unit,
     fits_bytes,
@@ -54,7 +56,8 @@ class _Attend(ctypes.Structure):
         ),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
-        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows")),
+        *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows", "window")),
+        *((name, ctypes.c_float) for name in ("cap", "bend")),
     ]
 
 
@@ -108,6 +111,7 @@ class PagedAttention:
     rotation    the model's rotary embedding
     h_q         query heads, a multiple of the kv heads
     dtype       of queries, sinks, window and output: float16, bfloat16 or float32
+    scoring     what becomes of scores beside softmax
     Raises KernelError where the kernels do not cover the formats or the dimensions.
     """
 
@@ -121,8 +125,10 @@ class PagedAttention:
         h_q: int,
         dtype: torch.dtype,
         device: torch.device | str | int,
+        scoring: Scoring = ALL_PLAIN,
     ):
         check(key, value, h_q, dtype)
+        self.scoring = scoring
         self.key, self.value, self.rotation, self.dtype = key, value, rotation, dtype
         self.device = self._device(device)
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
@@ -161,14 +167,14 @@ class PagedAttention:
 
     def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
         """How a batch of b sequences of at most so many tokens is dealt out, with so many query rows per kv head."""
-        takes = self.by_bytes and takes_bytes(self.key, self.value, self.rotation.rope, rows)
-        alone = takes_alone(self.key.format, self.d, rows)
+        takes = self.by_bytes and takes_bytes(self.key, self.value, self.rotation.rope, rows, self.scoring)
+        alone = takes_alone(self.key.format, self.d, rows, self.scoring)
         return sharing(LayerFormat(self.key.format, self.value.format), takes, alone, b, self.h_kv, tokens, self.grid)
 
     def unit(self, rows: int, how: Sharing) -> jit.Unit:
         """The kernels for so many query rows per kv head whose work is dealt out so."""
         dtype, rows = TYPES[self.dtype], min(rows, MOST_ROWS)
-        return attend_unit(self.key, self.value, self.rotation.rope, dtype, rows, self.by_bytes, how)
+        return attend_unit(self.key, self.value, self.rotation.rope, dtype, rows, self.by_bytes, how, self.scoring)
 
     def module(self, rows: int, how: Sharing) -> jit.Module:
         """The same, compiled. Not to be called first within a capture."""
@@ -228,7 +234,7 @@ class Step:
         b, rows = lengths.numel(), kernels.g * m
         tokens = key.table.shape[1] * kernels.key.format.t if tokens is None else tokens
         for name, side, geometry in (("keys", key, kernels.key), ("values", value, kernels.value)):
-            check_window(name, side, geometry.format, m)
+            check_window(name, side, geometry.format, m, kernels.scoring.window)
         self._formats, self._m = (kernels.key.format, kernels.value.format), m
         module = kernels.module(rows, kernels.sharing(rows, b, tokens))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
@@ -250,12 +256,13 @@ class Step:
         each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
         values = kernels._tables[1]
-        sizes = (b, kernels.h_kv, kernels.g, m)
+        sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), self.ranges.data_ptr(),
             lengths.data_ptr(), offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(),
             kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
-            kernels.rotation.rope.scaling, scale * log2(EULER), *sizes,
+            kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
+            window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
         self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
         self.write_params = _Write(
@@ -324,8 +331,18 @@ def _strides(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     return strides
 
 
-def check_window(name: str, side: PagedSide, fmt: Format, m: int) -> None:
-    """Raises KernelError where the window has not room for all tokens that are exact when m new ones have come."""
+def check_window(name: str, side: PagedSide, fmt: Format, m: int, sliding: int = 0) -> None:
+    """Raises KernelError where the window has not room for all tokens that are exact when m new ones have come.
+
+    sliding: how many tokens a query sees (0: all). Without pages the window has what one query sees, or all tokens.
+    """
+    if not fmt.parts:
+        if m > 1 and side.window.shape[1] < sliding + m - 1:
+            raise jit.KernelError(
+                f"{name}: a window of {side.window.shape[1]} tokens; {m} new ones that see {sliding} each need "
+                f"{sliding + m - 1}: make it longer, or take fewer new tokens at once"
+            )
+        return
     needed = fmt.window.recent + fmt.t - 1 + m
     if side.window.shape[1] < needed:
         raise jit.KernelError(

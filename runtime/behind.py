@@ -9,8 +9,10 @@ from torch import Tensor
 
 from runtime.cache import KVCache
 from runtime.exact import causal_attention
+from runtime.exact_layer import ExactLayer
 from runtime.joined import Bounds, attention_behind, has_flash
 from runtime.transfer import to_device
+from runtime.units import ALL_PLAIN
 
 LAYER_BYTES = 256 << 20  # of one layer's numbers that graphs of prompts have room for
 
@@ -22,17 +24,18 @@ class Behind:
     """
 
     def __init__(self, kv: KVCache, tokens: int):
-        model, side = kv.bundle.model, kv.paged[0].key.buffer
+        model, device = kv.bundle.model, kv.room.device
         size = (tokens, model.h_kv, model.d)
         self.kv, self.tokens = kv, tokens
-        self.keys, self.values = (torch.empty(size, dtype=side.dtype, device=side.device) for _ in range(2))
-        self._which = torch.zeros(3, dtype=torch.int32, device=side.device)
-        self._count = 0
+        self.keys, self.values = (torch.empty(size, dtype=kv.dtype, device=device) for _ in range(2))
+        self._which = torch.zeros(3, dtype=torch.int32, device=device)
+        self._sequence = self._count = 0
         self._bounds: Bounds | None = None  # of the pass, where flash attention takes its numbers
 
     def set(self, sequence: int) -> None:
         """The sequence that prompts of the next pass come behind, of at most `tokens`. Never waits."""
-        self._count, offset = self.kv.lengths[sequence], self.kv.layers[0].offsets[sequence]
+        self._sequence, self._count = sequence, self.kv.lengths[sequence]
+        offset = self.kv.layers[0].offsets[sequence]
         self._which.copy_(to_device([sequence, self._count, offset], torch.int32, self._which.device))
 
     def begin(self, b: int, m: int) -> Tensor:
@@ -44,18 +47,30 @@ class Behind:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Attention of q [b, h_q, m, d] over the sequence and k, v [b, h_kv, m, d]: [b, m, h_q, d].
 
-        Can be captured where `has_flash` says so.
+        Can be captured where `captures_behind` says so.
         """
-        self.kv.paged[layer].unpack(self._which, self.keys, self.values)
-        if self._bounds is not None:
-            return attention_behind(q, k, v, self.keys, self.values, self._bounds, scaling)
-        before = (x[: self._count].transpose(0, 1).expand(len(q), -1, -1, -1) for x in (self.keys, self.values))
+        of, numbers = self.kv.layers[layer], (self.keys, self.values)
+        if isinstance(of, ExactLayer):
+            numbers = of.newest(self._sequence)
+        else:
+            of.unpack(self._which, *numbers)
+            if self._bounds is not None and of.scoring == ALL_PLAIN:
+                return attention_behind(q, k, v, *numbers, self._bounds, scaling)
+            numbers = self.keys[: self._count], self.values[: self._count]
+        before = (x.transpose(0, 1).expand(len(q), -1, -1, -1) for x in numbers)
         keys, values = (torch.cat([x, own], 2) for x, own in zip(before, (k, v), strict=True))
-        return causal_attention(q, keys, values, scaling).transpose(1, 2)
+        return causal_attention(q, keys, values, scaling, *of.scoring).transpose(1, 2)
+
+
+def captures_behind(kv: KVCache) -> bool:
+    """Whether passes over prompts behind a sequence can be captured: all layers have pages, and queries see all of them
+    by plain softmax, in numbers that flash attention takes."""
+    plain = all(layer.sides and layer.scoring == ALL_PLAIN for layer in kv.layers)
+    return plain and has_flash(kv.dtype, kv.room.device)
 
 
 def most_behind(kv: KVCache) -> int:
     """Tokens that prompts of graphs come behind at most."""
-    model, buffer = kv.bundle.model, kv.paged[0].key.buffer
-    most = LAYER_BYTES // (2 * model.h_kv * model.d * buffer.itemsize)
+    model = kv.bundle.model
+    most = LAYER_BYTES // (2 * model.h_kv * model.d * kv.dtype.itemsize)
     return min(most, kv.room.max_tokens or most)

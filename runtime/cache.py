@@ -6,7 +6,7 @@ different lengths, reordering, sharing and freeing are edits of tables (`runtime
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.fields import SideName
 from runtime import jit, pack_units, unpack
+from runtime.attention import PagedAttention
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
 from runtime.exact_layer import ExactLayer
@@ -27,9 +28,9 @@ from runtime.pack_factors import most_work_bytes
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
-from runtime.side import Side, filling, has_kernels
-from runtime.step import LayerStep, SidePackers, StepInputs
-from runtime.units import Sharing, require_kernels, spans, units
+from runtime.side import Filling, Side, filling, has_kernels
+from runtime.step import LayerStep, SidePackers, StepInputs, pack
+from runtime.units import Sharing, spans, units
 from runtime.unpack import Unpacker
 
 __all__ = ["CacheFullError", "KVCache", "LayerCache"]
@@ -55,28 +56,21 @@ class LayerCache(CacheLayer):
             return room.join(Side(codec, turning, room.tables[filling(fmt)], room.next_rows(geometry), b, dtype))
 
         self.key, self.value = side("key", formats.key, self.rotation), side("value", formats.value, None)
-        self._step: LayerStep | None = None
         self._unpacker: Unpacker | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied cache loads its kernels anew: these look at the memory of this one."""
-        return self.__dict__ | {"_step": None, "_unpacker": None}
+        """As of `CacheLayer`."""
+        return super().__getstate__() | {"_unpacker": None}
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Keys and values."""
+        return self.key, self.value
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return self.key.nbytes + self.value.nbytes
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor | None, scaling: float,
-        sequences: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As `CacheLayer.attend`; a token for every sequence on a GPU is a step of the page kernels."""
-        stepping = q.shape[2] == 1 and valid is None and sequences is None and has_kernels(self.device)
-        if not stepping or not any(self.lengths):
-            return super().attend(q, k, v, positions, valid, scaling, sequences)
-        _, starts = self.room.admit(self.lengths, self.offsets, positions, None, list(range(len(self.lengths))), 1)
-        return self._device_step(q, k, v, starts, scaling)
 
     def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:
         """Appends k and v [h_kv, m, d] to sequence i: both or, if one cannot be packed, neither."""
@@ -92,30 +86,28 @@ class LayerCache(CacheLayer):
         self.value.append(i, v, n)
         self.offsets[i], self.lengths[i] = offset, n + k.shape[0]
 
-    def step(self, h_q: int) -> LayerStep:
-        """The kernels of a decode step on the GPU, loaded once."""
-        if self._step is None:
-            self._step = LayerStep(self.key, self.value, self._turning, h_q)
-        return self._step
+    def _make_step(self, h_q: int) -> LayerStep:
+        key, value = self.key, self.value
+        tables, dtype = (key.codec.tables, value.codec.tables), key.buffer.dtype
+        kernels = PagedAttention(
+            key.geometry, value.geometry, *tables, self._turning, h_q, dtype, self.device, self.scoring
+        )
+        return LayerStep(kernels, key, value)
 
     def _device_step(self, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scaling: float) -> Tensor:
         """One token for every sequence, on the page kernels."""
-        self.offsets = list(starts)
-        inputs = self.room.inputs([n + 1 for n in self.lengths], self.offsets)
-        out = torch.empty_like(q.transpose(1, 2))
-        step = self.step(q.shape[1])
-        step.run(q, k, v, inputs, scaling, out.transpose(1, 2), self.room.span(max(self.lengths) + 1))
         before = list(self.key.used), list(self.value.used)
-        self.advance(range(len(self.lengths)))
+        out = super()._device_step(q, k, v, starts, scaling)
         if before != (self.key.used, self.value.used):
-            step.pack(inputs)
+            inputs = self.room.inputs(self.lengths, self.offsets)
+            for side in self.sides:
+                pack(side.packer, [side], inputs.lengths, inputs.offsets)
         return out
 
-    def advance(self, sequences: Sequence[int]) -> None:
+    def advance(self, sequences: Iterable[int]) -> None:
         """Counts a token that a device step has appended to each of these sequences."""
-        for i in sequences:
-            self.lengths[i] += 1
-        for side in (self.key, self.value):
+        super().advance(sequences)
+        for side in self.sides:
             side.advance(self.lengths, sequences)
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -211,11 +203,6 @@ class LayerCache(CacheLayer):
         for side in (self.key, self.value):
             side.used[sequence] = side.format.window.pages(n, side.format.t)
 
-    @property
-    def loaded_step(self) -> LayerStep | None:
-        """The kernels of a decode step, if `step` has loaded them."""
-        return self._step
-
     def release(self, sequence: int) -> None:
         """Forgets a sequence; `KVCache.release` does the tables."""
         super().release(sequence)
@@ -225,8 +212,7 @@ class LayerCache(CacheLayer):
 def _begin_kernels(
     bundle: Bundle, b: int, max_tokens: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Begins to compile what steps and packing will load, all at once. Raises as `require_kernels`."""
-    require_kernels(bundle)
+    """Begins to compile what steps and packing will load, all at once."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     sizes = {min(1 << i, b) for i in range(b.bit_length() + 1)}  # of an engine's steps
     batches = [(sequences, tokens, processors) for sequences in sizes for tokens in spans(max_tokens)]
@@ -261,7 +247,6 @@ class KVCache:
     budget      bytes for everything, with max_tokens: pages are a pool for all sequences, as many as fit; `reserve`
                 says whether a sequence will find room. On a GPU that includes the work space in which factors are
                 found, which `nbytes` does not. Raises CacheFullError if not even one page of each side fits
-    On CUDA devices raises UnsupportedModelError for what the page kernels cannot do.
     """
 
     def __init__(
@@ -280,14 +265,14 @@ class KVCache:
             raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
         if has_kernels(torch.device(device)):
             _begin_kernels(bundle, b, max_tokens, dtype, device)
-        self.bundle = bundle
+        self.bundle, self.dtype = bundle, dtype
         self.rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], device)
         device = self.rotation.inv_freq.device
         work = _work_bytes(bundle, b, max_tokens) if max_tokens and has_kernels(device) else 0
         self.room = Room(bundle.geometry, b, max_tokens, prompt, budget, dtype.itemsize, device, work)
         self.layers: list[LayerCache | ExactLayer] = [
             LayerCache(bundle, layer, self.room, dtype, self.rotation) if formats
-            else ExactLayer(bundle, layer, self.room, dtype)
+            else ExactLayer(bundle, layer, self.room, dtype, self.rotation)
             for layer, formats in enumerate(bundle.layers)
         ]  # fmt: skip
         self._packers: SidePackers | None = None
@@ -302,7 +287,7 @@ class KVCache:
 
     @property
     def paged(self) -> list[LayerCache]:
-        """Layers with a format: all of them on CUDA devices."""
+        """Layers with a format."""
         return [layer for layer in self.layers if isinstance(layer, LayerCache)]
 
     @property
@@ -386,15 +371,16 @@ class KVCache:
 
     def advance(self, sequences: Sequence[int]) -> None:
         """Counts a token that a device step of all layers has appended to each of these sequences."""
-        first, *others = self.paged
-        first.advance(sequences)
-        used = {filling(side.format): side.used for side in (first.key, first.value)}
-        for layer in others:  # between steps all hold as many tokens, and pages where they fill alike
-            layer.lengths[:] = first.lengths
-            for side in (layer.key, layer.value):
+        lengths = self.layers[0].lengths
+        for i in sequences:
+            lengths[i] += 1
+        used: dict[Filling, list[int]] = {}
+        for layer in self.layers:  # between steps all hold as many tokens, and pages where they fill alike
+            layer.lengths[:] = lengths
+            for side in layer.sides:
                 known = used.get(filling(side.format))
                 if known is None:
-                    side.advance(first.lengths, sequences)
+                    side.advance(lengths, sequences)
                     used[filling(side.format)] = side.used
                 else:
                     side.used[:] = known
@@ -421,7 +407,7 @@ class KVCache:
         *shorter, most = spans(self.room.max_tokens)
 
         def dealt(tokens: int) -> list[Sharing]:
-            return [layer.step(self.bundle.model.h_q).sharing(b, tokens) for layer in self.paged]
+            return [layer.step(self.bundle.model.h_q).sharing(b, tokens) for layer in self.layers]
 
         return [tokens for tokens in shorter if dealt(tokens) != dealt(most)] + [most]
 
@@ -437,9 +423,8 @@ class KVCache:
     def begin_unpacking(self) -> None:
         """Begins to compile what prompts behind a sequence load, on a GPU: until then only those who need it wait."""
         if self.room.device.type == "cuda":
-            dtype = self.paged[0].key.buffer.dtype
-            joining = [join_unit(dtype)] if has_flash(dtype, self.room.device) else []
-            jit.begin([*unpack.units(self.bundle, [dtype]), *joining], self.room.device)
+            joining = [join_unit(self.dtype)] if has_flash(self.dtype, self.room.device) else []
+            jit.begin([*unpack.units(self.bundle, [self.dtype]), *joining], self.room.device)
 
     @property
     def packers(self) -> SidePackers:

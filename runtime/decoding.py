@@ -190,7 +190,7 @@ class DeviceStep:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
         out = torch.empty(q.shape[0], 1, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
-        kernels, to = self.kv.paged[layer].step(q.shape[1]), out.transpose(1, 2)
+        kernels, to = self.kv.layers[layer].step(q.shape[1]), out.transpose(1, 2)
         self._plans[layer] = kernels.run(q, k, v, self.inputs, scaling, to, self.most)
         return out
 

@@ -5,10 +5,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from artifacts import Bundle
+from runtime.attention import PagedAttention, PagedSide
 from runtime.exact import causal_attention
 from runtime.layer import CacheLayer
 from runtime.room import Room
+from runtime.rope import Rotation
 from runtime.side import write_ring
+from runtime.step import LayerStep
+from runtime.unpaged import unpaged
+
+
+class _Kept:
+    """Keys or values as `runtime.step` takes them: all tokens are in the window."""
+
+    def __init__(self, layer: "ExactLayer", name: str):
+        self._layer, self._name = layer, name
+        self._none = torch.empty(0, dtype=torch.uint8, device=layer.device)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All that kernels read of it."""
+        return (getattr(self._layer, self._name),)
+
+    def paged(self, b: int) -> PagedSide:
+        """The first b sequences."""
+        (tokens,) = self.memory
+        return PagedSide(self._none, self._none, self._none, self._none.int().expand(b, 0), tokens[:b, :0], tokens[:b])
 
 
 class ExactLayer(CacheLayer):
@@ -18,9 +40,9 @@ class ExactLayer(CacheLayer):
     window, or before so many tokens have come, it is what was reserved, or grows by doubling.
     """
 
-    def __init__(self, bundle: Bundle, layer: int, room: Room, dtype: torch.dtype):
+    def __init__(self, bundle: Bundle, layer: int, room: Room, dtype: torch.dtype, rotation: Rotation):
         super().__init__(bundle.model, layer, room)
-        self._grows = room.max_tokens is None
+        self._turning, self._grows = rotation, room.max_tokens is None
         capacity = bundle.geometry.held(layer, room.max_tokens or 0)
         size = (room.b, capacity, bundle.model.h_kv, bundle.model.d)
         self.keys, self.values = (torch.zeros(size, dtype=dtype, device=room.device) for _ in range(2))
@@ -31,13 +53,17 @@ class ExactLayer(CacheLayer):
         return self.keys.nbytes + self.values.nbytes
 
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        n, capacity = self.lengths[i], self.keys.shape[1]
-        places = torch.arange(max(0, n - capacity), n, device=self.device) % max(1, capacity)
         keys, values = (
-            torch.cat([kept[i, places].transpose(0, 1).to(q.dtype), fresh], 1)[None]
-            for kept, fresh in ((self.keys, k), (self.values, v))
+            torch.cat([kept.transpose(0, 1).to(q.dtype), fresh], 1)[None]
+            for kept, fresh in zip(self.newest(i), (k, v), strict=True)
         )
         return causal_attention(q[None], keys, values, scaling, self.window, self.softcap)[0]
+
+    def newest(self, i: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that are kept of a sequence, in order: [tokens, h_kv, d] each."""
+        n, capacity = self.lengths[i], self.keys.shape[1]
+        places = torch.arange(max(0, n - capacity), n, device=self.device) % max(1, capacity)
+        return self.keys[i, places], self.values[i, places]
 
     def _append(self, i: int, k: Tensor, v: Tensor, offset: int) -> None:
         n, m = self.lengths[i], k.shape[1]
@@ -46,6 +72,24 @@ class ExactLayer(CacheLayer):
         for store, fresh in ((self.keys, k), (self.values, v)):
             write_ring(store[i], n + m - kept, fresh[:, m - kept :].transpose(0, 1))
         self.offsets[i], self.lengths[i] = offset, n + m
+
+    def ring(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Where tokens of all sequences stand, [b * capacity, h_kv, d] of both sides, token n of sequence i at
+        i * capacity + n % capacity, once there is room for so many tokens of a sequence."""
+        self._make_room(tokens)
+        return self.keys.flatten(0, 1), self.values.flatten(0, 1)
+
+    def _make_step(self, h_q: int) -> LayerStep:
+        h_kv, d = self.keys.shape[2:]
+        kernels = PagedAttention(
+            *unpaged(h_kv, d), {}, {}, self._turning, h_q, self.keys.dtype, self.device, self.scoring
+        )
+        return LayerStep(kernels, _Kept(self, "keys"), _Kept(self, "values"))
+
+    def _device_step(self, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scaling: float) -> Tensor:
+        """One token for every sequence, on the page kernels."""
+        self._make_room(max(self.lengths) + 1)
+        return super()._device_step(q, k, v, starts, scaling)
 
     def _make_room(self, n: int) -> None:
         """Room for n tokens of a sequence, or for the window. While it grows, no token has lost its place."""

@@ -35,8 +35,6 @@ from runtime.hf_model import (
     split_of,
     text_config,
 )
-from runtime.side import has_kernels
-from runtime.units import require_kernels
 
 __all__ = [
     "AttendingCache",
@@ -132,8 +130,6 @@ class SignpostCache(AttendingCache):
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
         bundle = share_of(model, bundle)
-        if has_kernels(model.device):
-            require_kernels(bundle)
         super().__init__(model)
         self.bundle, self.max_tokens = bundle, max_tokens
         self.kv: KVCache | None = None  # made at the first call, which tells batch, dtype and device

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor
 
 from artifacts import Format
+from runtime.keep import keep
 from runtime.side import Filling, Side, filling, has_kernels
 from runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from runtime.cache import KVCache
+    from runtime.exact_layer import ExactLayer
 
 HELD = 128 << 20  # bytes that keys and values keep allocated, after which they are packed on a GPU
 
@@ -91,6 +93,7 @@ class Intake:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         self._bytes = 0  # of their storages: a model may cut keys and values out of one tensor with its queries
         self._rows: dict[Filling, PromptRows] = {}
+        self._ring_rows: dict[int, tuple[Tensor, Tensor]] = {}  # by capacity of the ring
 
     def give(self, layer: int, k: Tensor, v: Tensor, stays: bool = False) -> None:
         """Keys after RoPE and values [rows, h_kv, n, d] of a layer, of each row the first counts[row]; on a GPU they
@@ -117,20 +120,48 @@ class Intake:
         self._fork(lambda source, i: self.kv.room.share(source, i, self._start))
         self.kv.room.take({i: self._start + n for i, n in zip(self.sequences, self.counts, strict=True)})
         sides: dict[Side, Tensor] = {}
-        layers = self.kv.paged
-        for number, (k, v) in self._held.items():
-            layer = layers[number]
-            sides[layer.key], sides[layer.value] = k.transpose(1, 2), v.transpose(1, 2)
+        rings: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of layers in full precision: numbers, and where they go
+        for number, pair in self._held.items():
+            layer, given = self.kv.layers[number], [x.transpose(1, 2) for x in pair]
+            if layer.sides:
+                sides |= zip(layer.sides, given, strict=True)
+            else:
+                ring = cast("ExactLayer", layer).ring(self._start + max(self.counts))
+                numbers = (x.to(to.dtype) for x, to in zip(given, ring, strict=True))
+                rings.setdefault(len(ring[0]) // self.kv.b, []).extend(zip(numbers, ring, strict=True))
             for i, n in zip(self.sequences, self.counts, strict=True):
                 layer.offsets[i], layer.lengths[i] = self._offset, self._start + n
         self._held, self._bytes = {}, 0
         self.kv.prompt_packers.prompts(self.rows, sides)
+        for capacity, numbers_to in rings.items():
+            own, shared = self._in_ring(capacity)
+            keep([(to[None], to) for _, to in numbers_to], shared)
+            keep(numbers_to, own)
 
     def _fork(self, fork: Callable[[int, int], None]) -> None:
         if not self._forked and self.source is not None:
             for i in self.sequences:
                 fork(self.source, i)
         self._forked = True
+
+    def _in_ring(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Row, number and place of tokens that a layer in full precision keeps, and 0, place of the source's and place
+        of those that a fork has of it, int32 [some, 3] each: the newest `capacity` of each sequence."""
+        if capacity not in self._ring_rows:
+            own, shared = [], []
+            for row, (i, n) in enumerate(zip(self.sequences, self.counts, strict=True)):
+                tokens = torch.arange(max(0, self._start + n - capacity), self._start + n)
+                places = tokens % capacity
+                mine, before = places[tokens >= self._start], places[tokens < self._start]
+                numbers = tokens[tokens >= self._start] - self._start
+                own.append(torch.stack([torch.full_like(mine, row), numbers, i * capacity + mine], 1))
+                if self.source is not None:
+                    to = i * capacity + before
+                    shared.append(torch.stack([torch.zeros_like(to), self.source * capacity + before, to], 1))
+            empty, device = torch.empty(0, 3, dtype=torch.int64), self.kv.room.device
+            of_own, of_shared = (torch.cat([empty, *some]).int().to(device) for some in (own, shared))
+            self._ring_rows[capacity] = of_own, of_shared
+        return self._ring_rows[capacity]
 
     def rows(self, fmt: Format) -> PromptRows:
         """Where prompts go in sides that fill their pages as `fmt` does."""

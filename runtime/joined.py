@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from runtime import jit
+from runtime.exact import HALVES
 from runtime.jit import Unit
 from runtime.pack_units import INPUTS
 from runtime.pieces import PIECE
 
-HALVES = torch.float16, torch.bfloat16
 THREADS = 256
 ROWS = 128  # of queries that a block of flash attention takes
 

@@ -1,7 +1,8 @@
 """What all layers of a cache do alike: one pass at a time, attention first, then the new tokens are kept."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from artifacts import ModelFingerprint
 from runtime.exact import causal_attention
 from runtime.room import Room
+from runtime.side import Side, has_kernels
+from runtime.step import LayerStep
+from runtime.units import Scoring
 
 
 class CacheLayer(ABC):
@@ -21,6 +25,21 @@ class CacheLayer(ABC):
         self.room, self.device = room, room.device
         self.lengths, self.offsets = [0] * room.b, [0] * room.b
         self.window, self.softcap = model.window(layer), model.softcap
+        self._step: LayerStep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied cache loads its kernels anew: these look at the memory of this one."""
+        return self.__dict__ | {"_step": None}
+
+    @property
+    def scoring(self) -> Scoring:
+        """Window and softcap, as kernels take them."""
+        return Scoring(self.window, self.softcap)
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Keys and values that are packed."""
+        return ()
 
     @property
     @abstractmethod
@@ -37,9 +56,14 @@ class CacheLayer(ABC):
         tokens (None: all are); sequences: which ones these are (None: all, in order).
         Returns [b, m, h_q, d] in q's dtype, zero in rows that are not valid.
         Raises ValueError where a sequence's positions do not follow each other and CacheFullError where it would
-        outgrow the reserve or the budget, both before anything has changed.
+        outgrow the reserve or the budget, both before anything has changed. On a GPU a token for every sequence is a
+        step of the page kernels.
         """
         b, m = q.shape[0], q.shape[2]
+        stepping = m == 1 and valid is None and sequences is None and has_kernels(self.device)
+        if stepping and any(self.lengths):
+            _, starts = self.room.admit(self.lengths, self.offsets, positions, None, list(range(len(self.lengths))), 1)
+            return self._device_step(q, k, v, starts, scaling)
         chosen = list(range(len(self.lengths)) if sequences is None else sequences)
         rows, starts = self.room.admit(self.lengths, self.offsets, positions, valid, chosen, m)
         if all(row is None for row in rows) and not any(self.lengths[i] for i in chosen):
@@ -80,6 +104,35 @@ class CacheLayer(ABC):
         [rows, h_kv, n, d], attended elsewhere. Raises as `append`."""
         for row, (i, n) in enumerate(zip(sequences, counts, strict=True)):
             self.append(i, k[row, :, :n], v[row, :, :n])
+
+    def step(self, h_q: int) -> LayerStep:
+        """The kernels of a decode step on the GPU, loaded once."""
+        if self._step is None:
+            self._step = self._make_step(h_q)
+        return self._step
+
+    @property
+    def loaded_step(self) -> LayerStep | None:
+        """Those kernels, if `step` has loaded them."""
+        return self._step
+
+    @abstractmethod
+    def _make_step(self, h_q: int) -> LayerStep:
+        """Loads them."""
+
+    def _device_step(self, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scaling: float) -> Tensor:
+        """One token for every sequence, on the page kernels."""
+        self.offsets = list(starts)
+        inputs = self.room.inputs([n + 1 for n in self.lengths], self.offsets)
+        out, most = torch.empty_like(q.transpose(1, 2)), max(self.lengths) + 1
+        self.step(q.shape[1]).run(q, k, v, inputs, scaling, out.transpose(1, 2), self.room.span(most))
+        self.advance(range(len(self.lengths)))
+        return out
+
+    def advance(self, sequences: Iterable[int]) -> None:
+        """Counts a token that a device step has appended to each of these sequences."""
+        for i in sequences:
+            self.lengths[i] += 1
 
     @abstractmethod
     def _attend_one(self, i: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.behind import Behind
+from runtime.behind import Behind, captures_behind
 from runtime.cache import KVCache
 from runtime.decoding import Attend, Decoder, captured
 from runtime.intake import Intake
-from runtime.joined import has_flash
 from runtime.side import has_kernels
 from runtime.transfer import to_device
 
@@ -182,13 +181,13 @@ class PromptGraphs:
 
     def add_behind(self, tokens: int) -> None:
         """As many graphs for prompts that come behind a sequence of at most so many tokens, with room for one layer's
-        numbers of it in full precision; none where flash attention does not take the model's numbers.
+        numbers of it in full precision; none where they cannot be captured (`captures_behind`).
 
         Raises ValueError for a cache that grows: these graphs know where its pages are.
         """
         if self.kv.room.max_tokens is None:
             raise ValueError("graphs cannot follow a cache that grows: say the most that it holds (max_tokens=)")
-        if has_flash(self.decoder.dtype, self.kv.room.device):
+        if captures_behind(self.kv):
             behind = Behind(self.kv, tokens)
             self.graphs |= self._made(behind)
             self.behind = behind

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from artifacts import Format, PageGeometry
 from artifacts.geometry import SEGMENT_PAGES
+from runtime.attention import PagedSide
 from runtime.codec import Codec, PagePool, join_fields
 from runtime.cpu import PageReader
 from runtime.pack import Packer
@@ -140,6 +141,11 @@ class Side:
         what is cut out of them is where it was."""
         pool = self.pool
         return pool.heads, pool.records, pool.segments, self.tables.ids, self.buffer
+
+    def paged(self, b: int) -> PagedSide:
+        """The first b sequences, as kernels take them."""
+        pool = self.pool
+        return PagedSide(pool.heads, pool.records, pool.segments, self.table[:b], self.sinks[:b], self.window[:b])
 
     @property
     def table(self) -> Tensor:

@@ -6,7 +6,7 @@ What changes from step to step (lengths, page ids, where a token is written) is 
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from runtime.attention import PagedAttention, PagedSide, Step
 from runtime.intake import PromptRows
 from runtime.keep import keep
 from runtime.pack import Packer
-from runtime.rope import Rotation
 from runtime.side import Side
 from runtime.transfer import to_device
 from runtime.units import Sharing
@@ -47,15 +46,22 @@ class StepInputs:
         self.offsets.copy_(both[1])
 
 
-class LayerStep:
-    """Attention of one layer, and packing of pages that fill."""
+class Kept(Protocol):
+    """Keys or values of a layer as steps take them."""
 
-    def __init__(self, key: Side, value: Side, rotation: Rotation, h_q: int):
-        self.key, self.value = key, value
-        dtype, device = key.buffer.dtype, key.codec.device
-        self.kernels = PagedAttention(
-            key.geometry, value.geometry, key.codec.tables, value.codec.tables, rotation, h_q, dtype, device
-        )
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What kernels read of it. As long as these are the same tensors, what is cut out of them is where it was."""
+
+    def paged(self, b: int) -> PagedSide:
+        """Of the first b sequences."""
+
+
+class LayerStep:
+    """Attention of one layer over what it keeps."""
+
+    def __init__(self, kernels: PagedAttention, key: Kept, value: Kept):
+        self.kernels, self.key, self.value = kernels, key, value
         self._plans: dict[tuple[object, ...], Step] = {}
         self._memory: tuple[Tensor, ...] = ()  # of the sides, as all those plans read it
         self._newest: tuple[tuple[object, ...], Step] | None = None  # what was asked for, and the plan
@@ -70,7 +76,7 @@ class LayerStep:
         stream, never waits.
         """
         step = self.plan(inputs, scaling, tokens)
-        step.write(k.to(self.key.buffer.dtype), v.to(self.value.buffer.dtype))
+        step.write(k.to(self.kernels.dtype), v.to(self.kernels.dtype))
         step.run(q, out, follows=True)
         return step
 
@@ -93,7 +99,7 @@ class LayerStep:
             self._memory = memory
             self._plans.clear()  # they would hold memory that nobody uses any more
         b = inputs.lengths.numel()
-        sides = self._paged(self.key, b), self._paged(self.value, b)
+        sides = self.key.paged(b), self.value.paged(b)
         # All that a plan holds on to: an allocator may hand out an address again, for one of them.
         tensors = (inputs.lengths, inputs.offsets, *(x for side in sides for x in vars(side).values()))
         key = (scaling, self.sharing(b, tokens), *((x.data_ptr(), x.shape, x.stride()) for x in tensors))
@@ -102,19 +108,6 @@ class LayerStep:
                 self._plans.clear()
             self._plans[key] = self.kernels.plan(*sides, inputs.lengths, inputs.offsets, 1, scaling, tokens)
         return self._plans[key]
-
-    @staticmethod
-    def _paged(side: Side, b: int) -> PagedSide:
-        pool = side.pool
-        return PagedSide(pool.heads, pool.records, pool.segments, side.table[:b], side.sinks[:b], side.window[:b])
-
-    def pack(self, inputs: StepInputs) -> None:
-        """Packs the pages that the step's tokens have filled: the tables hold their ids.
-
-        Queued on PyTorch's current stream, never waits.
-        """
-        for side in (self.key, self.value):
-            _pack(side.packer, [side], inputs.lengths, inputs.offsets)
 
 
 class SidePackers:
@@ -146,7 +139,7 @@ class SidePackers:
             there, rows = rows >= 0, rows.clamp_min(0)
             lengths, offsets = lengths[rows] * there, offsets[rows]
         for packer, group in self._groups:
-            _pack(packer, group, lengths, offsets, rows)
+            pack(packer, group, lengths, offsets, rows)
 
     def prompts(self, rows_of: Callable[[Format], PromptRows], given: Mapping[Side, Tensor]) -> None:
         """Packs and keeps x [rows, n, h_kv, d] of some of the sides; the tables hold their ids.
@@ -178,8 +171,11 @@ class SidePackers:
         return [packer for packer, _ in self._groups]
 
 
-def _pack(packer: Packer, sides: list[Side], lengths: Tensor, offsets: Tensor, rows: Tensor | None = None) -> None:
-    """The pages that the newest tokens have filled of sides that are alike: these hold the same ids."""
+def pack(packer: Packer, sides: list[Side], lengths: Tensor, offsets: Tensor, rows: Tensor | None = None) -> None:
+    """Packs the pages that the newest tokens have filled of sides that are alike: their tables hold the same ids.
+
+    lengths, offsets, rows: as of `SidePackers.step`. Queued on PyTorch's current stream, never waits.
+    """
     first, some = sides[0], slice(lengths.numel()) if rows is None else rows
     pools, windows = [side.pool for side in sides], [side.window for side in sides]
     segments = None if first.segments is None else first.segments[some]

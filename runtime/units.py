@@ -14,13 +14,13 @@ from torch import Tensor
 from artifacts import Bundle, Dense, Format, LayerFormat, PageGeometry, Rope
 from artifacts.bundle import SIDES
 from artifacts.codes import RUN
-from artifacts.errors import UnsupportedModelError
 from artifacts.order import TILE
 from runtime.jit import Unit
 from runtime.parts import banded
 from runtime.parts.dense import codebook, signpost_steps
 from runtime.parts.sketch import unbiasing
 from runtime.smooth import is_smooth
+from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
 SEVERAL, MANY = 2, 7  # sequences' kv heads a multiprocessor
@@ -63,6 +63,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
 
     rotated = rope is not None and fmt.domain == "pre_rope"
     numbers = {
+        "EXACT": int(not fmt.parts),
         "T": fmt.t,
         "BITS": dense.bits if dense else 0,
         "BANDED": words,
@@ -141,7 +142,18 @@ def fits_bytes(inv_freq: Tensor, codebooks: Iterable[Tensor]) -> bool:
     return is_smooth(inv_freq) and all(bool((book.abs() <= 1).all()) for book in codebooks)
 
 
-def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -> bool:
+class Scoring(NamedTuple):
+    """What a layer does with its scores. window: how many of the newest tokens a query sees, itself included, 0: all;
+    softcap: what they are bent to stay below, as `runtime.exact.capped`."""
+
+    window: int = 0
+    softcap: float | None = None
+
+
+ALL_PLAIN = Scoring()
+
+
+def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int, scoring: Scoring = ALL_PLAIN) -> bool:
     """Whether formats and dimensions allow that pages go by bytes (cuda/bytes_layout.cuh, which decides; a test holds
     the two against each other). rows: query rows per kv head."""
 
@@ -157,13 +169,14 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int) -
     by_token = not v.sparse if v.banded else scale_kind(value) == "TOKEN" and whole and not v.rotate
     alike = (k.t, k.window.recent, k.window.sinks) == (v.t, v.window.recent, v.window.sinks)
     scaled = scale_kind(key) == "CHANNEL_BUNDLE"
-    return plain(key) and plain(value) and scaled and turned and by_token and alike and d <= 128 and rows <= 2
+    fits = d <= 128 and rows <= 2 and scoring == ALL_PLAIN
+    return fits and plain(key) and plain(value) and scaled and turned and by_token and alike
 
 
-def takes_alone(key: Format, d: int, rows: int) -> bool:
+def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) -> bool:
     """Whether a warp can have sequences of its own (`Limits::ALONE` in cuda/layout.cuh, which decides, with the shared
     memory there is): it makes of a query by itself what pages need of it. rows: query rows per kv head."""
-    return d <= 128 and rows <= 8 and not (key.rotate or key.sketch)
+    return d <= 128 and rows <= 8 and bool(key.parts) and not (key.rotate or key.sketch or scoring.window)
 
 
 class Sharing(NamedTuple):
@@ -204,16 +217,22 @@ def sharings(alone: bool) -> list[Sharing]:
     return [ONE_BLOCK, Sharing(2), *[Sharing(1, True)][: int(alone)]]
 
 
+def _bool(x: object) -> str:
+    return str(bool(x)).lower()
+
+
 def attend_unit(
-    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool, how: Sharing = ONE_BLOCK
-) -> Unit:
+    key: PageGeometry, value: PageGeometry, rope: Rope, dtype: str, rows: int, by_bytes: bool,
+    how: Sharing = ONE_BLOCK, scoring: Scoring = ALL_PLAIN,
+) -> Unit:  # fmt: skip
     """Attention over pages of one layer's keys and values, the merge of its partial results, writing of new tokens.
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
     `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). A block of
-    the merge has `merge_threads` threads and `merge_sequences` sequences of a kv head.
+    the merge has `merge_threads` threads and `merge_sequences` sequences of a kv head. scoring: its numbers come with
+    each launch.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -226,7 +245,8 @@ struct Shape {{
     using Value = ::Value;
     using Model = {dtype};
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {how.blocks};
-    static constexpr bool ALONE = {str(how.alone).lower()};
+    static constexpr bool ALONE = {_bool(how.alone)};
+    static constexpr bool SLIDING = {_bool(scoring.window)}, CAPPED = {_bool(scoring.softcap)};
 }};
 using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
@@ -251,24 +271,9 @@ write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     return Unit("attend", source, ("attend", "merge", "write_tokens"), INTEGERS)
 
 
-def require_kernels(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a bundle whose attention the page kernels cannot compute."""
-    model = bundle.model
-    lacking = {
-        f"attention logits capped at softcap={model.softcap}": model.softcap is not None,
-        f"sliding windows of {max(model.sliding, default=0)} tokens": any(model.sliding),
-        "layers in full precision": None in bundle.layers,
-    }
-    if found := [what for what, is_there in lacking.items() if is_there]:
-        raise UnsupportedModelError(
-            f"{model.name}: the kernels for CUDA devices cannot do {' and '.join(found)} yet: decode on the CPU "
-            "(device=cpu), or without a compressed cache"
-        )
-
-
 def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:
-    """Codebooks of a layer's keys and values."""
-    for side, geometry in zip(SIDES, bundle.geometry.pairs[layer], strict=True):
+    """Codebooks of a layer's keys and values; none of one in full precision."""
+    for side, geometry in zip(SIDES, bundle.geometry.layers[layer] or (), strict=False):
         if geometry.format.dense:
             tables = {name: torch.as_tensor(x) for name, x in bundle.side_tensors(layer, side).items()}
             yield codebook(geometry.format.dense, geometry.shape.d, tables, torch.device("cpu"))
@@ -285,21 +290,19 @@ def units(
     """What a decode step of one token launches for this bundle, for models of these types, each unit once.
 
     batches: (sequences, tokens that one holds at most, multiprocessors); None: of any batch.
-
-    Raises as `require_kernels`.
     """
-    require_kernels(bundle)
     model = bundle.model
     inv_freq = torch.from_numpy(bundle.tensors["rope.inv_freq"])
     rows = min(MOST_ROWS, model.h_q // model.h_kv)
     found: dict[Unit, None] = {}
-    for layer, (key, value) in enumerate(bundle.geometry.pairs):
-        by_bytes = fits_bytes(inv_freq, _codebooks(bundle, layer))
-        takes, formats = by_bytes and takes_bytes(key, value, model.rope, rows), LayerFormat(key.format, value.format)
-        alone = takes_alone(key.format, key.shape.d, rows)
+    for layer, pair in enumerate(bundle.geometry.layers):
+        key, value = pair or unpaged(model.h_kv, model.d)
+        scoring, by_bytes = Scoring(model.window(layer), model.softcap), fits_bytes(inv_freq, _codebooks(bundle, layer))
+        takes = by_bytes and takes_bytes(key, value, model.rope, rows, scoring)
+        formats, alone = LayerFormat(key.format, value.format), takes_alone(key.format, key.shape.d, rows, scoring)
         ways = sharings(alone)
         if batches is not None:
             ways = sorted({sharing(formats, takes, alone, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
         for dtype, how in product(dtypes, ways):
-            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, how)] = None
+            found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, how, scoring)] = None
     return list(found)

@@ -14,8 +14,10 @@ import runtime.behind
 import runtime.cache
 import runtime.decoding
 import runtime.engine
+import runtime.exact_layer
 import runtime.intake
 import runtime.joined
+import runtime.layer
 import runtime.prompts
 import runtime.side
 import runtime.step
@@ -27,7 +29,7 @@ from runtime.codec import Codec, PagePool
 from runtime.joined import Bounds
 from runtime.rope import Rotation
 from runtime.side import Side
-from runtime.units import Sharing, require_kernels
+from runtime.units import ALL_PLAIN, Scoring, Sharing
 from tests.oracles.attention import attention
 
 
@@ -117,8 +119,11 @@ class PagedAttention:
 
     planned: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self, key, value, key_tables, value_tables, rotation, h_q, dtype, device):
+    def __init__(
+        self, key, value, key_tables, value_tables, rotation, h_q, dtype, device, scoring: Scoring = ALL_PLAIN
+    ):  # fmt: skip
         self.sides = [Codec(key, key_tables), Codec(value, value_tables)]
+        self.dtype, self.scoring = dtype, scoring
         self.rotation = rotation if key.format.domain == "pre_rope" else None
         self.g = h_q // key.shape.h_kv
 
@@ -162,11 +167,14 @@ class Step:
                 self._tokens(codec, side, i, n).transpose(0, 1).numpy()
                 for codec, side in zip(self.kernels.sides, self.sides, strict=True)
             )
-            found = attention(q[i].double().numpy(), keys, values, self.scale)
+            found = attention(q[i].double().numpy(), keys, values, self.scale, *self.kernels.scoring)
             out[i] = torch.from_numpy(found).to(out.dtype)
 
     def _tokens(self, codec: Codec, side: PagedSide, i: int, n: int) -> Tensor:
         fmt, geometry = codec.geometry.format, codec.geometry
+        if not fmt.parts:  # the newest that are kept
+            capacity = side.window.shape[1]
+            return side.window[i, torch.arange(max(0, n - capacity), n) % capacity].double()
         window, pages = fmt.window, fmt.window.pages(n - self.m, fmt.t)
         pool = _pool(geometry, side)
         paged = codec.decode(pool.read(side.table[i, :pages].long())).flatten(0, 1)
@@ -251,12 +259,16 @@ def keep(sides: list[tuple[Tensor, Tensor]], tokens: Tensor) -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on caches on the CPU launch kernels as caches on a GPU do, and torch stands in for these."""
     monkeypatch.setattr(runtime.side, "Packer", Packer)
-    monkeypatch.setattr(runtime.step, "PagedAttention", PagedAttention)
+    for module in (runtime.cache, runtime.exact_layer):
+        monkeypatch.setattr(module, "PagedAttention", PagedAttention)
     monkeypatch.setattr(runtime.step, "Packer", Packer)
-    monkeypatch.setattr(runtime.step, "keep", keep)
+    for module in (runtime.step, runtime.intake):
+        monkeypatch.setattr(module, "keep", keep)
     monkeypatch.setattr(runtime.cache, "Unpacker", Unpacker)
-    monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda bundle, *rest: require_kernels(bundle))
-    for module in (runtime.side, runtime.cache, runtime.decoding, runtime.engine, runtime.intake, runtime.prompts):
+    monkeypatch.setattr(runtime.cache, "_begin_kernels", lambda *given: None)
+    for module in (
+        runtime.side, runtime.layer, runtime.cache, runtime.decoding, runtime.engine, runtime.intake, runtime.prompts,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
 
 
@@ -283,8 +295,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.decoding.torch.cuda, "graph_pool_handle", lambda: object())
     for module in (runtime.decoding, runtime.prompts):
         monkeypatch.setattr(module, "captured", captured)
-    for module in (runtime.behind, runtime.prompts):
-        monkeypatch.setattr(module, "has_flash", lambda dtype, device: True)
+    monkeypatch.setattr(runtime.behind, "has_flash", lambda dtype, device: True)
     monkeypatch.setattr(runtime.joined, "_flash", flash)
     monkeypatch.setattr(runtime.joined, "_join", join)
     monkeypatch.setattr(runtime.joined, "stretches_for", lambda rows, device: max(1, 40 // rows))

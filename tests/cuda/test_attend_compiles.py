@@ -4,6 +4,7 @@ import ctypes
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,18 @@ from runtime import attention, jit
 from runtime.codec import PagePool
 from runtime.rope import Rotation
 from runtime.sources import kernel_folder
-from runtime.units import ONE_BLOCK, Sharing, attend_unit, side_struct, takes_alone, takes_bytes, units
+from runtime.units import (
+    ALL_PLAIN,
+    ONE_BLOCK,
+    Scoring,
+    Sharing,
+    attend_unit,
+    side_struct,
+    takes_alone,
+    takes_bytes,
+    units,
+)
+from runtime.unpaged import unpaged
 from tests.cuda.compiling import check
 from tests.formats import CASES, Case, kivi, kvquant, random_bundle, without_outliers
 
@@ -113,14 +125,35 @@ def test_warps_alone(name: str, rows: int, arch: str) -> None:
     check(recipe_unit(name, rows=rows, how=Sharing(1, alone=True)), arch)
 
 
+@pytest.mark.parametrize("scoring", [ALL_PLAIN, Scoring(100), Scoring(0, 5.0)], ids=str)
+@pytest.mark.parametrize(("d", "rows", "dtype"), [(128, 1, "__half"), (256, 2, "__nv_bfloat16"), (64, 16, "float")])
+def test_layers_in_full_precision_windows_and_caps(d: int, rows: int, dtype: str, scoring: Scoring) -> None:
+    rope = Rope(d, "half", 1.0, "default")
+    for formats in (None, kvquant(2), FACTORS) if d < 256 else (None, kivi(2)):
+        sides = (("key", formats.key), ("value", formats.value)) if formats else ()
+        pair = [PageGeometry.of(fmt, 8, d, side) for side, fmt in sides] or unpaged(8, d)
+        unit = attend_unit(*pair, rope, dtype, rows, True, scoring=scoring)
+        check(unit, "sm_90a")
+        if not formats:
+            assert jit.report(unit, "sm_90a")["attend"].spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [arch for arch in jit.ARCHS if arch != "sm_90a"])
+def test_layers_in_full_precision_on_every_architecture(arch: str) -> None:
+    check(
+        attend_unit(*unpaged(8, 256), Rope(256, "half", 1.0, "default"), "__half", 2, True, scoring=Scoring(9, 5.0)),
+        arch,
+    )
+
+
 def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:
     """What Python says of formats and dimensions is what the kernels do."""
     said, alone, source = [], [], '#include "layout.cuh"\n'
-    for case in CASES:
+    for case, scoring in product(CASES, (ALL_PLAIN, Scoring(100), Scoring(0, 5.0))):
         rows = min(16, case.h_q // case.h_kv)
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
-        said.append(takes_bytes(key, value, case.rope, rows))
-        alone.append(takes_alone(key.format, case.d, rows))
+        said.append(takes_bytes(key, value, case.rope, rows, scoring))
+        alone.append(takes_alone(key.format, case.d, rows, scoring))
         source += f"""namespace case{len(said)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
@@ -128,9 +161,10 @@ struct Shape {{
     using Key = case{len(said)}::Key;
     using Value = case{len(said)}::Value;
     static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
+    static constexpr bool SLIDING = {int(scoring.window > 0)}, CAPPED = {int(scoring.softcap is not None)};
 }};
-static_assert(signpost::Bytes<Shape>::POSSIBLE == {str(said[-1]).lower()}, "{case}");
-static_assert(signpost::Limits<Shape>::ALONE == {str(alone[-1]).lower()}, "{case}");
+static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(said[-1])}, "{case}");
+static_assert(signpost::Limits<Shape>::ALONE == {int(alone[-1])}, "{case}");
 }}
 """
     assert set(said) == set(alone) == {True, False}

@@ -14,9 +14,10 @@ import torch
 from artifacts import Banded, Bundle, Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Sparse, Window
 from runtime.attention import PagedAttention, _Attend, _Merge, _Write
 from runtime.codec import Codec
+from runtime.jit import KernelError
 from runtime.pack import device_tables
 from runtime.rope import Rotation
-from runtime.units import INTEGERS, MOST_ROWS, WRITE_THREADS, Sharing, takes_alone
+from runtime.units import ALL_PLAIN, INTEGERS, MOST_ROWS, WRITE_THREADS, Scoring, Sharing, takes_alone
 from tests.cuda.emulated import WATCHED, compiled
 from tests.formats import CASES, Case, cache_numbers, kivi, kvquant, random_bundle, without_outliers
 from tests.gpu import paged
@@ -119,9 +120,12 @@ def on_this_machine(monkeypatch):
     monkeypatch.setattr(paged, "PagedAttention", Emulated)
 
 
-def check(case: Case, lengths: list[int], m: int = 1) -> None:
-    scene = paged.Scene.of(case, lengths, m)
-    q = scene.query()
+def check(case: Case, lengths: list[int], m: int = 1, scoring: Scoring = ALL_PLAIN) -> None:
+    check_scene(paged.Scene.of(case, lengths, m, scoring=scoring))
+
+
+def check_scene(scene: paged.Scene) -> None:
+    q, lengths = scene.query(), scene.lengths.tolist()
     out = scene.run(q)
     for i in range(len(lengths)):
         reference = scene.oracle(q, i)
@@ -440,6 +444,31 @@ def test_keys_that_are_turned_are_rounded_once(dense, rank, dim):
     value = Format(64, Dense(2, "token"), window=Window(sinks=1))
     given = case(LayerFormat(key, value), 16, 2, rope=Rope(dim, "half", 1.0, "default"))
     assert times_half(given, [300, 318, 330, 500]) < 2**0.5
+
+
+SCORINGS = [Scoring(20), Scoring(150, 5.0), Scoring(0, 5.0)]
+every_scoring = pytest.mark.parametrize("scoring", SCORINGS, ids=str)
+
+
+@every_scoring
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("formats", [kvquant(3), kivi(2, t=32)], ids=["kvquant", "kivi"])
+def test_windows_that_slide_and_caps(formats, m, scoring):
+    check(case(formats, 4, 2), [m, 66, 300, 500], m, scoring)
+
+
+@every_scoring
+@pytest.mark.parametrize("sizes", [(2, 1, 64), (4, 2, 128), (4, 2, 256)], ids=str)
+@pytest.mark.parametrize("m", [1, 3])
+def test_layers_in_full_precision(sizes, m, scoring):
+    check_scene(paged.Scene.unpaged(sizes, [m, 64, 65, 300, 163], m, scoring=scoring))
+
+
+def test_a_ring_of_too_few_tokens():
+    scene = paged.Scene.unpaged((2, 1, 64), [40, 30], 2, scoring=Scoring(20))
+    scene.key.paged = replace(scene.key.paged, window=scene.key.paged.window[:, 1:])
+    with pytest.raises(KernelError, match="keys: a window of 20 tokens; 2 new ones that see 20 each need 21: make it"):
+        scene.run(scene.query())
 
 
 def test_factors_sketches_and_rotation():

@@ -7,7 +7,7 @@ import pytest
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
 from runtime.attention import _Attend
-from runtime.units import MOST_ROWS, TYPES, Sharing, attend_unit
+from runtime.units import MOST_ROWS, TYPES, Scoring, Sharing, attend_unit
 from tests.cuda.test_attend_emulated import BANDED, WEIGHED, Emulated, Module, build, case, in_pages_of, with_outliers
 from tests.formats import Case, kivi, kvquant, without_outliers
 from tests.gpu import paged
@@ -22,8 +22,9 @@ class Watched(Emulated):
 
     def module(self, rows: int, how: Sharing) -> Module:
         unit = attend_unit(
-            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, how
-        )
+            self.key, self.value, self.rotation.rope, TYPES[self.dtype], min(rows, MOST_ROWS), self.by_bytes, how,
+            self.scoring,
+        )  # fmt: skip
         Watched.library = build(unit.source, races=True)
         return Module(Watched.library)
 
@@ -31,7 +32,10 @@ class Watched(Emulated):
 def races(given: Case, lengths: list[int], monkeypatch) -> int:
     monkeypatch.setattr(paged, "DEVICE", "cpu")
     monkeypatch.setattr(paged, "PagedAttention", Watched)
-    scene = paged.Scene.of(given, lengths, 1)
+    return races_of(paged.Scene.of(given, lengths, 1))
+
+
+def races_of(scene: paged.Scene) -> int:
     scene.run(scene.query())
     return Watched.library.races_found()
 
@@ -40,6 +44,13 @@ def races(given: Case, lengths: list[int], monkeypatch) -> int:
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2)], ids=["kvquant", "kivi"])
 def test_no_races(formats, g, monkeypatch):
     assert races(case(formats, 2 * g), [300, 65], monkeypatch) == 0
+
+
+@pytest.mark.parametrize("d", [128, 256])
+def test_no_races_of_layers_in_full_precision(d, monkeypatch):
+    monkeypatch.setattr(paged, "DEVICE", "cpu")
+    monkeypatch.setattr(paged, "PagedAttention", Watched)
+    assert races_of(paged.Scene.unpaged((4, 2, d), [300, 65], scoring=Scoring(150, 5.0))) == 0
 
 
 def test_no_races_of_factors_sketches_and_rotations(monkeypatch):

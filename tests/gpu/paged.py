@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from artifacts import PageGeometry
+from artifacts import PageGeometry, Rope
 from runtime.attention import PagedAttention, PagedSide
 from runtime.codec import Codec, PagePool
+from runtime.exact import capped, visible
 from runtime.rope import Rotation
+from runtime.units import ALL_PLAIN, Scoring
+from runtime.unpaged import unpaged
 from tests.formats import Case, cache_numbers
 
 DEVICE = "cuda"
@@ -37,22 +42,23 @@ def fill(
     m: int,
     dtype: torch.dtype,
     seed: int,
+    sliding: int = 0,
 ) -> FilledSide:
     """Sequences of these lengths, the last m tokens new; free pages, slots and table entries hold poison.
 
-    rotation: of keys stored before RoPE.
+    rotation: of keys stored before RoPE. sliding: without pages, tokens that are kept besides new ones (0: all).
     """
     fmt, shape = geometry.format, geometry.shape
     h_kv, d, t, window, b = shape.h_kv, shape.d, fmt.t, fmt.window, len(lengths)
     codec = Codec(geometry, tables, DEVICE)
-    pages = [window.pages(n - m, t) for n in lengths]
+    pages = [window.pages(n - m, t) if fmt.parts else 0 for n in lengths]
     total = sum(pages) + 3
     pool = PagePool(geometry, total, DEVICE)
     for store in (pool.heads, pool.records, pool.segments):
         store.fill_(0xFF)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((b, max(pages) + 2), 0, dtype=torch.int32, device=DEVICE)
-    capacity = window.recent + t + SPARE
+    capacity = window.recent + t + SPARE if fmt.parts else sliding + m - 1 if sliding else max(lengths)
     ring = torch.full((b, capacity, h_kv, d), torch.nan, dtype=dtype, device=DEVICE)
     sinks = torch.full((b, window.sinks, h_kv, d), torch.nan, dtype=dtype, device=DEVICE)
     decoded, segments = [], 0
@@ -99,12 +105,12 @@ def turned(x: Tensor, rotation: Rotation, positions: Tensor) -> Tensor:
     return out
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, scoring: Scoring = ALL_PLAIN) -> Tensor:
     """Causal attention of the last m of n tokens, q [h_q, m, d], k and v [n, h_kv, d]: [h_q, m, d] in their dtype."""
     h_q, m, _ = q.shape
     k, v = (x.transpose(0, 1).repeat_interleave(h_q // x.shape[1], 0) for x in (k, v))
-    visible = torch.ones(m, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - m)
-    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, -torch.inf)
+    scores = capped(q @ k.transpose(1, 2) * scale, scoring.softcap)
+    scores = scores.masked_fill(~visible(m, k.shape[1], scoring.window, q.device), -torch.inf)
     return scores.softmax(-1) @ v
 
 
@@ -120,7 +126,10 @@ class Scene:
     m: int
 
     @classmethod
-    def of(cls, case: Case, lengths: list[int], m: int = 1, dtype: torch.dtype = torch.float16) -> "Scene":
+    def of(
+        cls, case: Case, lengths: list[int], m: int = 1, dtype: torch.dtype = torch.float16,
+        scoring: Scoring = ALL_PLAIN,
+    ) -> "Scene":  # fmt: skip
         bundle = case.bundle()
         rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"], DEVICE)
         offsets = [3 * i for i in range(len(lengths))]
@@ -132,7 +141,24 @@ class Scene:
             sides.append(fill(geometry, found, turn, lengths, offsets, m, dtype, 100 * number))
             geometries.append(geometry)
             tables.append(found)
-        kernels = PagedAttention(*geometries, *tables, rotation, case.h_q, dtype, DEVICE)
+        kernels = PagedAttention(*geometries, *tables, rotation, case.h_q, dtype, DEVICE, scoring)
+        on_device = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lengths, offsets))
+        return cls(kernels, *sides, *on_device, m)
+
+    @classmethod
+    def unpaged(
+        cls, sizes: tuple[int, int, int], lengths: list[int], m: int = 1, dtype: torch.dtype = torch.float16,
+        scoring: Scoring = ALL_PLAIN,
+    ) -> "Scene":  # fmt: skip
+        """Of a layer in full precision of (h_q, h_kv, d)."""
+        h_q, h_kv, d = sizes
+        rotation = Rotation(Rope(d, "half", 1.0, "default"), np.ones(d // 2, np.float32), DEVICE)
+        offsets, pair = [0] * len(lengths), unpaged(h_kv, d)
+        sides = [
+            fill(side, {}, None, lengths, offsets, m, dtype, 100 * number, scoring.window)
+            for number, side in enumerate(pair)
+        ]
+        kernels = PagedAttention(*pair, {}, {}, rotation, h_q, dtype, DEVICE, scoring)
         on_device = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lengths, offsets))
         return cls(kernels, *sides, *on_device, m)
 
@@ -166,19 +192,21 @@ class Scene:
 
     def oracle(self, q: Tensor, i: int) -> Tensor:
         """float64 [h_q, m, d] of sequence i."""
-        return attention(q[i].double(), self.key.decoded[i], self.value.decoded[i], q.shape[-1] ** -0.5)
+        found = self.key.decoded[i], self.value.decoded[i]
+        return attention(q[i].double(), *found, q.shape[-1] ** -0.5, self.kernels.scoring)
 
     def half(self, q: Tensor, i: int) -> Tensor:
         """fp16 attention by PyTorch on the decoded keys and values, [h_q, m, d]."""
+        scoring = self.kernels.scoring
+        if scoring.softcap is not None:  # no kernel of PyTorch's bends scores: what is rounded to halves
+            k, v = (x[i].half().float() for x in (self.key.decoded, self.value.decoded))
+            return attention(q[i].half().float(), k, v, q.shape[-1] ** -0.5, scoring).half()
         k, v = (
             x[i].half().transpose(0, 1).repeat_interleave(self.kernels.g, 0)
             for x in (self.key.decoded, self.value.decoded)
         )
-        n = k.shape[1]
-        visible = torch.ones(self.m, n, dtype=torch.bool, device=q.device).tril(n - self.m)
-        return torch.nn.functional.scaled_dot_product_attention(q[i].half()[None], k[None], v[None], attn_mask=visible)[
-            0
-        ]
+        mask = visible(self.m, k.shape[1], scoring.window, q.device)
+        return F.scaled_dot_product_attention(q[i].half()[None], k[None], v[None], attn_mask=mask)[0]
 
 
 def relative(x: Tensor, reference: Tensor) -> float:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from runtime.attention import PagedAttention
-from runtime.units import ONE_BLOCK, Sharing
+from runtime.units import ONE_BLOCK, Scoring, Sharing
 from tests.formats import kivi, kvquant
 from tests.gpu.paged import Scene
 from tests.gpu.test_attention import with_formats
@@ -17,12 +17,19 @@ ALONE = Sharing(1, alone=True)
 
 
 def main() -> None:
-    """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone."""
+    """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone;
+    layers in full precision, windows and caps."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
             for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
                 scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
                 assert torch.isfinite(scene.run(scene.query())).all()
+    for scene in (
+        Scene.unpaged((8, 2, 128), [300, 65], scoring=Scoring(100, 5.0)),
+        Scene.unpaged((4, 2, 256), [300, 65]),
+        Scene.of(with_formats(kvquant(3), 8, 2), [300, 65], scoring=Scoring(100, 5.0)),
+    ):
+        assert torch.isfinite(scene.run(scene.query())).all()
 
 
 if __name__ == "__main__":

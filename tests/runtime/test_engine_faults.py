@@ -115,7 +115,7 @@ def test_a_step_that_breaks_off_in_any_layer_can_be_repeated(bundle, monkeypatch
 
 @pytest.mark.parametrize("methods, places", [
     ([(LayerStep, "run")], 4),
-    ([(KVCache, "advance"), (LayerCache, "advance")], 4),  # some layers have counted the token, others not
+    ([(KVCache, "advance"), (Side, "advance")], 4),  # some layers have counted the token, others not
     ([(Arriving, "__init__")], 2),  # all of it is queued
 ], ids=["kernels", "counting", "tokens"])  # fmt: skip
 @every_bundle

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts import ModelFingerprint, Rope, UnsupportedModelError
+from artifacts import ModelFingerprint, Rope
 from runtime import CacheFullError, Engine, KVCache
 from runtime.cpu import PageReader
 from runtime.exact import causal_attention, visible
 from runtime.hf_decoder import HFDecoder
-from runtime.units import require_kernels, units
+from runtime.units import units
 from tests.formats import cache_numbers, kivi, kvquant, random_bundle
 from tests.oracles.attention import attention, float32_bound
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
+from tests.standins import capture, stand_in
 
 H_Q, H_KV, D, WINDOW, SOFTCAP = 4, 2, 32, 20, 5.0
 PASSES = [(7,), (50, 1, 1, 30), (5, 5, 5, 5, 5, 1), (20, 1), (19, 1, 1), (1,) * 45, (90, 12)]
@@ -52,8 +53,12 @@ def outputs(kv, passes):
 @pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize("passes", PASSES, ids=str)
 @pytest.mark.parametrize("reserve", [None, 102])
-def test_attention_is_exact_in_whatever_passes(passes, window, softcap, reserve):
-    """A layer without a format, and one of which the pages never fill, on the page kernels' path."""
+@pytest.mark.parametrize("device", ["cpu", "stand-in"])
+def test_attention_is_exact_in_whatever_passes(passes, window, softcap, reserve, device, monkeypatch):
+    """A layer without a format, and one of which the pages never fill, on the page kernels' path; likewise where steps
+    are a GPU's."""
+    if device != "cpu":
+        stand_in(monkeypatch)
     given = bundle([None, kivi(2, 32, recent=400)], (window, window) if window else (), softcap)
     kv = KVCache(given, 1, reserve)
     found, (q, k, v) = outputs(kv, passes)
@@ -169,11 +174,18 @@ def test_sequences_come_go_and_fork():
 
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma2-capped", "gemma3-two-ropes", "gemma3-with-images"])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_the_engine_serves_them(family, chunk):
+@pytest.mark.parametrize("device", ["cpu", "stand-in", "graphs"])
+def test_the_engine_serves_them(family, chunk, device, monkeypatch):
     """Its tokens are those of generate() on the model's own cache, nothing being packed."""
+    if device != "cpu":
+        stand_in(monkeypatch)
+    if device == "graphs":
+        capture(monkeypatch)
     model = tiny(CONFIGS[family])
     given = bundle_for(model, kivi(2, 32, recent=400))
-    engine = Engine(HFDecoder(model, given), given, sequences=2, max_tokens=120, chunk=chunk)
+    engine = Engine(
+        HFDecoder(model, given), given, sequences=2, max_tokens=120, chunk=chunk, capture=device == "graphs"
+    )
     prompts = [torch.randint(2, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 60, 33)]
     requests = [engine.submit(p.tolist(), 30) for p in prompts]
     engine.run()
@@ -202,22 +214,11 @@ def test_caps_in_half_precision(dtype):
     assert (off <= torch.finfo(dtype).eps * np.abs(expected) + 1e-4 * np.abs(v.double().numpy()).max()).all()
 
 
-LACKING = {
-    "softcap": (bundle([kvquant(3)], softcap=50.0), r"attention logits capped at softcap=50.0 yet"),
-    "window": (bundle([kvquant(3)] * 2, (4096, 0)), r"sliding windows of 4096 tokens yet"),
-    "format": (bundle([kvquant(3), None]), r"layers in full precision yet"),
-    "all": (
-        bundle([kvquant(3), None], (0, 20), 9.0),
-        r"softcap=9.0 and sliding windows of 20 tokens and layers in full",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LACKING)
-def test_what_kernels_lack_is_said_when_the_cache_is_made(name, monkeypatch):
-    given, message = LACKING[name]
-    monkeypatch.setattr("runtime.cache.has_kernels", lambda device: True)
-    for make in (lambda: KVCache(given, 1), lambda: units(given), lambda: require_kernels(given)):
-        with pytest.raises(UnsupportedModelError, match=message + r".* on the CPU \(device=cpu\), or without a compr"):
-            make()
-    require_kernels(bundle([kvquant(3)]))
+def test_units_of_layers_that_differ():
+    """One for each way to treat scores, and for layers in full precision, however many there are."""
+    given = bundle([kvquant(3), None, None, kvquant(3), kvquant(3)], (0, WINDOW, WINDOW, WINDOW, 0), SOFTCAP)
+    sources = [unit.source for unit in units(given, [torch.float16], [(1, 9999, 132)])]
+    said = [tuple(name in source for name in ("SLIDING = true", "CAPPED = true", "EXACT = 1")) for source in sources]
+    assert sorted(said) == [(False, True, False), (True, True, False), (True, True, True)]
+    ways = [(1, 9999, 132), (1024, 300, 132)]  # warps alone where there is no window
+    assert sum("ALONE = true" in unit.source for unit in units(given, [torch.float16], ways)) == 1
