@@ -133,6 +133,10 @@ def _mean(step: Callable[[], object], count: int, wait: Callable[[], None] = lam
     return (time.perf_counter() - start) / max(1, count - 1)
 
 
+def _smaller(first: int, bytes_: int) -> str:
+    return f"{first / bytes_:.2f}x less" if bytes_ <= first else f"{bytes_ / first:.2f}x more"
+
+
 # Lines of the table: a cache's figure, and what it is held against.
 _FIGURES: dict[str, Callable[[Measured, Measured], str]] = {
     "bytes": lambda row, first: f"{row.cache_bytes:,}",
@@ -140,7 +144,7 @@ _FIGURES: dict[str, Callable[[Measured, Measured], str]] = {
     "first token, s": lambda row, first: f"{row.first_s:.3f}",
     "a token, ms": lambda row, first: f"{1e3 * row.step_s:.3f}",
     "tokens/s": lambda row, first: f"{row.tokens_per_s:.1f}",
-    "memory": lambda row, first: f"{first.cache_bytes / row.cache_bytes:.2f}x less",
+    "memory": lambda row, first: _smaller(first.cache_bytes, row.cache_bytes),
     "speed": lambda row, first: f"{first.step_s / row.step_s:.2f}x",
 }
 

@@ -37,7 +37,7 @@ from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
 from runtime.grouping import PADDED, sharing
 from runtime.prefixes import Prefixes
 from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
-from runtime.requests import Generation, Prefix, Reason, RequestError, known, without_frames
+from runtime.requests import Generation, Prefix, Reason, RequestError, known, whole, without_frames
 from runtime.reuse import Reuse
 from runtime.sampling import NONE, Sampling, choose
 from runtime.side import has_kernels
@@ -95,18 +95,16 @@ class Engine:
         short: int = SHORT,
         reuse: int = 0,
     ):
-        if (
-            any(not hasattr(n, "__index__") for n in (sequences, prefixes, reuse))
-            or sequences < 1
-            or min(prefixes, reuse) < 0
-        ):
+        if not all(map(whole, (sequences, prefixes, reuse))) or sequences < 1 or min(prefixes, reuse) < 0:
             raise ValueError(
                 f"sequences={sequences}, prefixes={prefixes}, reuse={reuse}: whole numbers, at least 1 sequence for "
                 "requests, and 0 or more beside them for prefixes and for texts that are kept"
             )
-        if chunk is not None and chunk < 1:
+        if not whole(max_tokens) or max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: must be a whole number, at least 1 token")
+        if chunk is not None and (not whole(chunk) or chunk < 1):
             raise ValueError(f"chunk={chunk}: must be at least 1 token, or None for whole prompts")
-        if short < 0:
+        if not whole(short) or short < 0:
             raise ValueError(f"short={short}: must be at least 1 token, or 0 for no graphs of prompts")
         if not hasattr(decoder, "require"):
             raise TypeError(f"a {type(decoder).__name__} is no decoder: runtime.hf_decoder.HFDecoder(model) makes one")
@@ -179,8 +177,8 @@ class Engine:
             self.prefixes.require(prefix)
         if not len(prompt):
             raise RequestError(f"the prompt is empty: give at least one token{' behind the prefix' if prefix else ''}")
-        if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+        if not whole(max_new_tokens) or max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens={max_new_tokens}: must be at least 1, a whole number")
         ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in stop)
         if () in ends:
             raise RequestError("an empty stop sequence: name at least one token in each")

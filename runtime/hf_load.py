@@ -1,8 +1,9 @@
 """Models and tokenizers from folders or a hub, onto a device, several of them, or the ranks that share a model."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +35,25 @@ def model_path(name: str) -> str:
     return model_path(name)
 
 
+def _names() -> Collection[str]:
+    """The names that calibration knows, where it is installed."""
+    if find_spec("calib") is None:
+        return ()
+    from calib.names import named_models
+
+    return named_models()
+
+
 def _require_place(name: str, path: str) -> None:
-    """Raises ModelLoadError for what is no folder and cannot be a hub id."""
+    """Raises ModelLoadError for a folder without a model, and for what is no folder and cannot be a hub id."""
     if os.path.isdir(path):  # unlike pathlib's, not for an empty name
+        if not os.path.exists(os.path.join(path, "config.json")):
+            raise ModelLoadError(f"cannot load the model {name!r}: the folder has no config.json. {_KNOWN}")
         return
+    known = _names()
+    if "/" not in name and name not in known and (meant := get_close_matches(name, known, 1, 0.8)):
+        # Said before the hub is asked, which takes long where it fails.
+        raise ModelLoadError(f"cannot load the model {name!r}: there is no such folder; is {meant[0]} meant?")
     if os.path.exists(path):
         raise ModelLoadError(f"cannot load the model {name!r}: it is a file. {_KNOWN}")
     try:

@@ -147,6 +147,11 @@ class Generation:
             self.reason = "length"
 
 
+def whole(x: object) -> bool:
+    """Whether it is a whole number; a truth value is none."""
+    return hasattr(x, "__index__") and not isinstance(x, bool)
+
+
 def known(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
     """A prompt's tokens. Raises RequestError for what a model with so many embeddings does not have."""
     if isinstance(prompt, Tensor) and prompt.dim() != 1:

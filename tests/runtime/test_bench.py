@@ -37,12 +37,17 @@ def test_a_model_that_slides_is_held_against_a_cache_that_drops_what_nobody_sees
 
 
 def test_ratios_are_to_the_first_cache():
-    rows = [Measured("fp16", 4, 1000, None, 0.5, 0.02), Measured("nuq", 4, 250, 7000, 0.6, 0.01)]
+    rows = [
+        Measured("fp16", 4, 1000, None, 0.5, 0.02),
+        Measured("nuq", 4, 250, 7000, 0.6, 0.01),
+        Measured("short", 4, 1150, 7000, 0.6, 0.04),
+    ]
     columns = table(rows, 10, 5).columns
-    assert [str(column.header) for column in columns] == ["cache", "fp16", "nuq"]
+    assert [str(column.header) for column in columns] == ["cache", "fp16", "nuq", "short"]
     assert [list(column.cells) for column in columns[1:]] == [
         ["1,000", "-", "0.500", "20.000", "200.0", "1.00x less", "1.00x"],
         ["250", "7,000", "0.600", "10.000", "400.0", "4.00x less", "2.00x"],
+        ["1,150", "7,000", "0.600", "40.000", "100.0", "1.15x more", "0.50x"],
     ]
 
 

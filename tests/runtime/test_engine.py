@@ -253,6 +253,8 @@ def test_a_request_that_fails_takes_nobody_along(monkeypatch, error):
     [
         ([], 5, {}, "the prompt is empty: give at least one token"),
         ([3], 0, {}, "max_new_tokens=0: must be at least 1"),
+        ([3], 1.5, {}, "max_new_tokens=1.5: must be at least 1, a whole number"),
+        ([3], True, {}, "max_new_tokens=True: must be at least 1, a whole number"),
         ([3] * 190, 12, {}, r"a prompt of 190 tokens and 12 new ones: a sequence of this engine holds 200"),
         ([3], 2, {"stop": [()]}, "an empty stop sequence: name at least one token in each"),
     ],
@@ -289,8 +291,12 @@ def test_sampling_out_of_range(values, message):
 
 def test_engines_that_make_no_sense():
     bundle = BUNDLES["kvquant"]
-    with pytest.raises(ValueError, match="chunk=0: must be at least 1 token, or None for whole prompts"):
-        engine_for(bundle, chunk=0)
+    for chunk in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"chunk={chunk}: must be at least 1 token, or None for whole prompts"):
+            engine_for(bundle, chunk=chunk)
+    for name, value in (("max_tokens", 0), ("max_tokens", 99.0), ("short", -1), ("short", 0.5)):
+        with pytest.raises(ValueError, match=f"{name}={value}: must be "):
+            engine_for(bundle, **{name: value})
     with pytest.raises(CacheFullError, match="budget=5000: full precision and tables of 3 sequences take"):
         engine_for(bundle, budget=5000)
     with pytest.raises(BundleMismatchError):

@@ -70,6 +70,9 @@ def test_models_come_frozen_and_in_eval_mode(dtype):
         ),
         ("", "auto", "cpu", "model '': there is no such folder. Name a folder"),
         (__file__, "auto", "cpu", "it is a file. Name a folder"),
+        (str(ROOT), "auto", "cpu", "the folder has no config.json. Name a folder"),
+        ("tinny", "auto", "cpu", "model 'tinny': there is no such folder; is tiny meant?"),
+        ("llama3-8B", "auto", "cpu", "is llama3-8b meant?"),
         ("not/there", "auto", "cpu", "there is no such folder, and as not/there on the hub: .* Name a folder"),
     ],
 )
