@@ -16,14 +16,8 @@ from tests.gpu.test_attention import with_formats
 ALONE = Sharing(1, alone=True)
 
 
-def main() -> None:
-    """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone;
-    layers in full precision, windows and caps."""
-    for how in (ONE_BLOCK, ALONE):
-        with patch.object(PagedAttention, "sharing", return_value=how):
-            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
-                scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
-                assert torch.isfinite(scene.run(scene.query())).all()
+def full_precision() -> None:
+    """Layers in full precision, windows and caps."""
     for scene in (
         Scene.unpaged((8, 2, 128), [300, 65], scoring=Scoring(100, 5.0)),
         Scene.unpaged((4, 2, 256), [300, 65]),
@@ -32,5 +26,15 @@ def main() -> None:
         assert torch.isfinite(scene.run(scene.query())).all()
 
 
+def pages() -> None:
+    """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone."""
+    for how in (ONE_BLOCK, ALONE):
+        with patch.object(PagedAttention, "sharing", return_value=how):
+            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
+                scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
+                assert torch.isfinite(scene.run(scene.query())).all()
+
+
 if __name__ == "__main__":
-    main()
+    full_precision()
+    pages()

@@ -123,3 +123,18 @@ def test_dense_attention_behind_a_window(m, n, sizes, softcap, dtype) -> None:
     wanted = scores.masked_fill(~visible(m, n, WINDOW, q.device), -torch.inf).softmax(-1) @ values
     # Weights and the result are rounded; as float32 sums of a hundred products.
     assert (found.double() - wanted).norm() <= max(2 * torch.finfo(dtype).eps, 1e-5) * wanted.norm()
+
+
+@every_model
+def test_compiled_layers_are_those_of_the_model(model) -> None:
+    """Around their attention, as of models without windows (`tests.gpu.test_engine`)."""
+    model, bundle, logits = copy.deepcopy(model).to("cuda", torch.float16), bundle_for(model, FORMATS["exact"][0]), []
+    for compile in (False, True):
+        decoder = HFDecoder(model, bundle, compile=compile)
+        kv = KVCache(bundle, 2, 400, torch.float16, "cuda")
+        steps = DeviceSteps(decoder, kv, [2])
+        for i in range(2):
+            Prompt(decoder, kv, i, prompt(150 + i, i), None).advance()
+        given = [steps.run(dict.fromkeys(range(2), 7 + token)).clone() for token in range(20)]
+        logits.append(torch.stack(given))
+    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].std()
