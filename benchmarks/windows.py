@@ -4,9 +4,9 @@
 
 Layers: attention of a step beside PyTorch's fp16 attention on the tokens that a query sees, from CUDA graphs that go
 round among caches larger than the L2 cache; no kernel of PyTorch's caps logits, so there it does not. Models: real
-sizes, random weights in bfloat16, not compiled, captured steps of a sequence whose cache was filled through pack with
+sizes, random weights in bfloat16, captured steps of a sequence whose cache was filled through pack with
 normal numbers, layers that slide in full precision where others do not; beside the same engine with a dense cache.
-Medians, microseconds.
+With --compile the models' layers are compiled around their attention. Medians, microseconds.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def steps_us(decoder: HFDecoder, name: str | None, n: int) -> tuple[float, int]:
     return us, held
 
 
-def models(names: list[str]) -> list[dict[str, object]]:
+def models(names: list[str], compile: bool) -> list[dict[str, object]]:
     """Rows of these models."""
     rows: list[dict[str, object]] = []
     for name in names:
@@ -174,7 +174,7 @@ def models(names: list[str]) -> list[dict[str, object]]:
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        decoder = HFDecoder(model.eval().requires_grad_(False))
+        decoder = HFDecoder(model.eval().requires_grad_(False), compile=compile)
         for n in lengths:
             dense_us, dense_bytes = steps_us(decoder, None, n - SHORT)
             for cache in ("kivi4-g32", "kivi2-g32"):
@@ -192,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--compile", action="store_true", help="models' layers, around their attention")
     args = parser.parse_args()
     require_gpu()
     copy = copy_bandwidth()
@@ -214,7 +215,7 @@ def main() -> None:
         with open(args.out, "w") as file:
             json.dump(run | {"copy_tb_s": copy * 1e-12, "rows": rows}, file, indent=1)
     Console(width=140).print(table)
-    whole = models(args.models)
+    whole = models(args.models, args.compile)
     with open(args.out, "w") as file:
         json.dump(run | {"copy_tb_s": copy * 1e-12, "rows": rows, "models": whole}, file, indent=1)
 

@@ -137,4 +137,5 @@ def test_compiled_layers_are_those_of_the_model(model) -> None:
             Prompt(decoder, kv, i, prompt(150 + i, i), None).advance()
         given = [steps.run(dict.fromkeys(range(2), 7 + token)).clone() for token in range(20)]
         logits.append(torch.stack(given))
-    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].std()
+    # Of halves, which this model's weights make as many hundredths of its own logits.
+    assert rms(logits[0] - logits[1]) < 0.1 * logits[0].std()
