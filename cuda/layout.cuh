@@ -241,7 +241,7 @@ struct Place : Task {
     // Units of which both sides are packed, and how many of these nobody sees.
     __device__ __forceinline__ int units() const { return L::units_of(min(key_packed, value_packed)); }
     __device__ __forceinline__ int hidden() const { return L::hidden(params, length - params.m); }
-    // The first token that a new one sees; whether a new one of query row `row` does not see a token behind it any more.
+    // The first token that any new one sees, and the new token of a column's query row.
     __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
     __device__ __forceinline__ int newest(int column) const { return length - params.m + min((blockIdx.y * L::ROWS + L::row_of(column)) / params.g, params.m - 1); }
 
