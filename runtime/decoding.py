@@ -99,7 +99,8 @@ class DeviceSteps:
     """Decode steps on the GPU, by size of batch and length of sequences, each a CUDA graph of all layers.
 
     A step is of the cache's first b sequences, b the smallest size that covers those that go on. Others among them
-    must be empty: they decode a token 0 that nobody sees. Where the kernels deal out the work of short sequences in
+    decode a token 0 behind what they hold, where no token is that anybody still sees (there is room for one more), and
+    stay as they are. Where the kernels deal out the work of short sequences in
     another way, steps of short sequences are others.
 
     sizes    of batches; sequences behind the largest are in no step
@@ -133,7 +134,7 @@ class DeviceSteps:
         self.kv.take_step(sequences)
         lengths = self.kv.lengths
         step = self.step(max(tokens) + 1, max(lengths[i] for i in tokens) + 1)
-        given = [(0, 1)] * step.b
+        given = [(0, n + 1) for n in lengths[: step.b]]
         for i, token in tokens.items():
             given[i] = -1 if token is None else token, lengths[i] + 1
         logits = step.run(given)

@@ -92,12 +92,13 @@ def test_a_chat_in_full_precision_is_as_if_nothing_were_kept(short, monkeypatch)
     found = []
     for kept in (0, 3):
         engine = Engine(decoder, bundle, sequences=3, max_tokens=500, reuse=kept, short=short)
-        others = [engine.submit(prompt(20 + i, i), 300) for i in range(2)]
-        text, said, cached = prompt(150, 1), [], 0
+        others, text, said, cached = [], prompt(150, 1), [], 0
         for turn in range(4):
             stop: list[int] = []
             for _ in range(2):  # the whole answer, then until one of its tokens comes
                 request = engine.submit(text, 25, stop=stop)
+                # Behind the chat's sequence, so that their steps cover it when its request has ended.
+                others = others or [engine.submit(prompt(20 + i, i), 300) for i in range(2)]
                 for _ in engine.stream(request):
                     pass
                 said.append(request.tokens)

@@ -11,17 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from artifacts import Window
-from runtime import KVCache, reuse
+from runtime import Engine, KVCache, reuse
 from runtime.cache import LayerCache
 from runtime.decoding import HostSteps
+from runtime.exact_layer import ExactLayer
 from runtime.hf_decoder import HFDecoder
+from runtime.hf_model import fingerprint, rotary
 from runtime.prompts import Prompt
 from runtime.room import Room
 from tests.attending import pool_bytes
-from tests.formats import kvquant
+from tests.formats import kivi, kvquant, random_bundle
 from tests.runtime.test_engine import MODEL, generated, prompt
 from tests.runtime.test_prefixes import ALL, books, by_hand, content, engine_for, every_bundle, every_chunk, state
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
+from tests.standins import stand_in
 
 CUT = "kvquant"  # one sink, pages of 32, no newest tokens beside them
 WHOLE = "kivi"  # always some
@@ -405,3 +408,26 @@ def test_begins_alike(a, b, common):
     one, other = np.array([*shared, *a], dtype=np.int64), np.array([*shared, *b], dtype=np.int64)
     alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert reuse.begins_alike(one, other) == common + alike
+
+
+@pytest.mark.parametrize("formats", [kvquant(3, 32), kivi(2, 32, recent=50), None], ids=["kvquant", "kivi", "exact"])
+def test_a_text_is_kept_as_it_is_while_others_go_on(formats, monkeypatch):
+    """On device steps: a request's last token is on its way when a step of the others is queued, which covers the
+    request's sequence, too."""
+    stand_in(monkeypatch)
+    found, info = [], fingerprint(MODEL)
+    inv_freq = rotary(MODEL)[1].numpy()
+    bundle = random_bundle([formats] * info.l, info.h_q, info.h_kv, info.d, model=info, inv_freq=inv_freq)
+    for others in (0, 2):
+        engine = Engine(HFDecoder(MODEL, bundle), bundle, sequences=3, max_tokens=200, reuse=1, capture=False)
+        request = engine.submit(prompt(30), 15)
+        running = [engine.submit(prompt(20 + i, i), 90) for i in range(others)]
+        while request.reason is None:
+            engine.step()
+        (text,) = engine.reuse._texts
+        kept = [layer.newest(text.sequence) for layer in engine.kv.layers if isinstance(layer, ExactLayer)]
+        found.append([*content(engine, text.sequence), *(x for pair in kept for x in pair)])
+        engine.run()
+        assert [len(other.tokens) for other in running] == [90] * others
+    for alone, among_others in zip(*found, strict=True):
+        assert torch.allclose(alone, among_others, atol=1e-3)
