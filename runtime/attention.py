@@ -337,7 +337,7 @@ def check_window(name: str, side: PagedSide, fmt: Format, m: int, sliding: int =
     sliding: how many tokens a query sees (0: all). Without pages the window has what one query sees, or all tokens.
     """
     if not fmt.parts:
-        if m > 1 and side.window.shape[1] < sliding + m - 1:
+        if sliding and m > 1 and side.window.shape[1] < sliding + m - 1:
             raise jit.KernelError(
                 f"{name}: a window of {side.window.shape[1]} tokens; {m} new ones that see {sliding} each need "
                 f"{sliding + m - 1}: make it longer, or take fewer new tokens at once"
@@ -356,6 +356,8 @@ def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int]
 
     name: of the side, for messages. lengths: of each sequence, without the step's new tokens
     """
+    if not fmt.parts:
+        return  # no pages
     for i, n in enumerate(lengths):
         if n < 0:
             continue  # a sequence of nobody, which fills up a batch: nothing of it is read

@@ -73,7 +73,8 @@ class Engine:
     short       on the GPU, with `capture`, passes over prompts of at most so many tokens are CUDA graphs too; 0: none.
                 They keep memory beside `budget`: room for keys and values of so many tokens in full precision, and what
                 such a pass takes; with prefixes, also room for one layer's keys and values of a prefix, at most 256 MiB
-                (requests behind longer prefixes, and those of models in float32, have no graphs)
+                (requests behind longer prefixes have no graphs, nor have any behind prefixes of models in
+                float32, with windows, caps or layers in full precision)
     prefixes    the most that are kept at once, see `prefix`; each is a sequence of the cache beside those of requests
     reuse       the most texts that are kept of requests that have ended, each a sequence of the cache, too. A prompt
                 that begins as one of them does comes behind it, as behind a prefix: `Generation.reused` says how much

@@ -109,4 +109,6 @@ class ExactLayer(CacheLayer):
     def share(self, source: int, sequence: int, n: int) -> None:
         """Lets an empty sequence begin with the first n tokens of another, all of them where there is a window."""
         super().share(source, sequence, n)
-        self.keys[sequence], self.values[sequence] = self.keys[source], self.values[source]
+        kept = min(n, self.keys.shape[1])  # fewer than there is room for stand at their own numbers
+        for tokens in (self.keys, self.values):
+            tokens[sequence, :kept] = tokens[source, :kept]

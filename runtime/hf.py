@@ -125,7 +125,7 @@ class SignpostCache(AttendingCache):
     bundle      calibrated for this model, else BundleMismatchError. Where transformers shares the model's heads among
                 several ranks, each takes its slice of the bundle and keeps its own heads' pages
     max_tokens  tokens to reserve per sequence (None: grow by doubling), as in `runtime.cache.KVCache`
-    Raises UnsupportedModelError for models that cannot be compressed, or not on the device where this one is.
+    Raises UnsupportedModelError for models that cannot be compressed.
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):

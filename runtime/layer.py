@@ -111,11 +111,6 @@ class CacheLayer(ABC):
             self._step = self._make_step(h_q)
         return self._step
 
-    @property
-    def loaded_step(self) -> LayerStep | None:
-        """Those kernels, if `step` has loaded them."""
-        return self._step
-
     @abstractmethod
     def _make_step(self, h_q: int) -> LayerStep:
         """Loads them."""

@@ -464,6 +464,13 @@ def test_layers_in_full_precision(sizes, m, scoring):
     check_scene(paged.Scene.unpaged(sizes, [m, 64, 65, 300, 163], m, scoring=scoring))
 
 
+def test_checked_without_pages(monkeypatch):
+    """There are none of which ids could be wrong."""
+    monkeypatch.setenv("SIGNPOST_DEBUG", "1")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    check_scene(paged.Scene.unpaged((2, 1, 64), [300, 64]))
+
+
 def test_a_ring_of_too_few_tokens():
     scene = paged.Scene.unpaged((2, 1, 64), [40, 30], 2, scoring=Scoring(20))
     scene.key.paged = replace(scene.key.paged, window=scene.key.paged.window[:, 1:])
