@@ -93,9 +93,9 @@ struct Attend {
 
     // The part of the sequence at hand that is the block's, of which `base` goes from head to head. A unit is theirs who have its beginning.
     __device__ __forceinline__ void heads(Walk& walk) {
-        const int hidden = at.hidden(), count = at.units() - hidden;
-        at.head = walk.line.head_at(known(), walk.first - walk.base, count, at.params.h_kv, at.lane);
-        walk.base += static_cast<long long>(count) * walk.line.before_of(known(), at.head) + static_cast<long long>(walk.line.rest) * at.head;
+        const int all = at.units() - at.hidden();  // counted again for each head: registers would keep it over a stretch
+        at.head = walk.line.head_at(known(), walk.first - walk.base, all, at.params.h_kv, at.lane);
+        walk.base += static_cast<long long>(all) * walk.line.before_of(known(), at.head) + static_cast<long long>(walk.line.rest) * at.head;
         for (; at.head < at.params.h_kv && walk.base < walk.last; ++at.head) {
             const int hidden = at.hidden(), count = at.units() - hidden, weight = walk.line.weight_of(known(), at.head);
             const long long next = walk.base + static_cast<long long>(count) * weight + walk.line.rest;

@@ -83,8 +83,8 @@ struct Layout {
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
     static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there
-    // Where scales need not touch the numbers.
-    // Of keys' channels into RoPE's factors, or the query. It rounds an outlier several times, for speed; pages of fewer tokens than 64 give up the speed.
+    // Scales need not touch the numbers where those of keys' channels go into RoPE's factors, or the query. That rounds an outlier several times, for speed, which pages of fewer
+    // than 64 tokens give up.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK && !(KEY_OUTLIERS && K::T < 64);
     // Keys that RoPE turns and whose scales or factors belong to tokens are rounded once, after all of it; so are codes and outliers that are scaled apart.
     static constexpr bool KEY_WIDE = (ROPE && (K::RANK > 0 || !(K::SCALES == Scales::CHANNEL_BUNDLE || K::SCALES == Scales::CHANNEL_PAGE))) || (KEY_OUTLIERS && KEY_CODES && !CHANNELS_FOLDED);

@@ -54,7 +54,7 @@ struct Line {
         total = units * all_weights + heads * rest;
     }
 
-    // Units of a head of a sequence.
+    // Units of a head of a sequence that take part.
     static __device__ __forceinline__ int packed(const AttendParams& params, int sequence) { return L::seen(params, params.lengths[sequence] - params.m); }
 
     // Lets all warps know a chunk's sequences, one a lane. All threads, of whom nobody reads those of the last chunk any more; ends with a barrier.

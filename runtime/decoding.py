@@ -100,8 +100,8 @@ class DeviceSteps:
 
     A step is of the cache's first b sequences, b the smallest size that covers those that go on. Others among them
     decode a token 0 behind what they hold, where no token is that anybody still sees (there is room for one more), and
-    stay as they are. Where the kernels deal out the work of short sequences in
-    another way, steps of short sequences are others.
+    stay as they are. Where the kernels deal out the work of short sequences in another way, steps of short sequences
+    are others.
 
     sizes    of batches; sequences behind the largest are in no step
     capture  False runs the same launches one by one

@@ -299,3 +299,11 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.joined, "_flash", flash)
     monkeypatch.setattr(runtime.joined, "_join", join)
     monkeypatch.setattr(runtime.joined, "stretches_for", lambda rows, device: max(1, 40 // rows))
+
+
+def run_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on caches work as on this kind of device: `cpu`, `stand-in`, or `graphs`, whose passes are captured."""
+    if device != "cpu":
+        stand_in(monkeypatch)
+    if device == "graphs":
+        capture(monkeypatch)

@@ -93,7 +93,7 @@ every_scoring = pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @pytest.mark.parametrize("formats", [kvquant(3), kivi(2, t=32), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_windows_that_slide_and_caps(formats, g, d, m, scoring) -> None:
     if m * g == 48:
-        pytest.skip("takes a graphics card minutes to compile, and 16 rows are among the others")
+        pytest.skip("blocks take 16 rows at most, which are among the others")
     assert_close(Scene.of(with_formats(formats, 2 * g, 2, d), [m, 66, 300, 1003], m, scoring=scoring))
 
 

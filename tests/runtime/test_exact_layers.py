@@ -15,7 +15,7 @@ from runtime.units import units
 from tests.formats import cache_numbers, kivi, kvquant, random_bundle
 from tests.oracles.attention import attention, float32_bound
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
-from tests.standins import capture, stand_in
+from tests.standins import run_on
 
 H_Q, H_KV, D, WINDOW, SOFTCAP = 4, 2, 32, 20, 5.0
 PASSES = [(7,), (50, 1, 1, 30), (5, 5, 5, 5, 5, 1), (20, 1), (19, 1, 1), (1,) * 45, (90, 12)]
@@ -57,8 +57,7 @@ def outputs(kv, passes):
 def test_attention_is_exact_in_whatever_passes(passes, window, softcap, reserve, device, monkeypatch):
     """A layer without a format, and one of which the pages never fill, on the page kernels' path; likewise where steps
     are a GPU's."""
-    if device != "cpu":
-        stand_in(monkeypatch)
+    run_on(device, monkeypatch)
     given = bundle([None, kivi(2, 32, recent=400)], (window, window) if window else (), softcap)
     kv = KVCache(given, 1, reserve)
     found, (q, k, v) = outputs(kv, passes)
@@ -177,10 +176,7 @@ def test_sequences_come_go_and_fork():
 @pytest.mark.parametrize("device", ["cpu", "stand-in", "graphs"])
 def test_the_engine_serves_them(family, chunk, device, monkeypatch):
     """Its tokens are those of generate() on the model's own cache, nothing being packed."""
-    if device != "cpu":
-        stand_in(monkeypatch)
-    if device == "graphs":
-        capture(monkeypatch)
+    run_on(device, monkeypatch)
     model = tiny(CONFIGS[family])
     given = bundle_for(model, kivi(2, 32, recent=400))
     engine = Engine(

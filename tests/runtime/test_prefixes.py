@@ -18,7 +18,7 @@ from tests.attending import pool_bytes
 from tests.formats import kivi, kvquant, random_bundle
 from tests.runtime.test_engine import BUNDLES, MODEL, generated, prompt
 from tests.runtime.tiny_models import CONFIGS, bundle_for, tiny
-from tests.standins import capture, stand_in
+from tests.standins import run_on, stand_in
 
 KIVI = kivi(2, t=32, recent=5)
 FACTORS = LayerFormat(
@@ -130,10 +130,7 @@ def test_a_prefix_without_a_page_changes_nothing(name, chunk, shared):
 @pytest.mark.parametrize("device", ["cpu", "stand-in", "graphs"])
 def test_layers_in_full_precision_and_sliding_ones(family, chunk, device, monkeypatch):
     """Where nothing is packed tokens are those of the model's own generate()."""
-    if device != "cpu":
-        stand_in(monkeypatch)
-    if device == "graphs":
-        capture(monkeypatch)
+    run_on(device, monkeypatch)
     model = tiny(CONFIGS[family])
     bundle = bundle_for(model, kivi(2, 32, recent=400))
     engine = Engine(HFDecoder(model, bundle), bundle, 2, 120, chunk=chunk, prefixes=1, capture=device == "graphs")
