@@ -43,7 +43,8 @@ struct Alone {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        prepare_tables(at, keys, values, outliers, byte_pages);
+        ask_tables(at, byte_pages);
+        make_tables(at, keys, values, outliers, byte_pages);
         if constexpr (L::BYTES) byte_pages.prepare_starts();
         const AttendParams& params = at.params;
         if (!params.follows) await_predecessor();
@@ -62,17 +63,15 @@ struct Alone {
         keys.fetch();
         values.fetch();
         __syncthreads();  // nobody reads those of the last head any more
+        if constexpr (!L::BYTES) keys.ask();
         keys.load();
         values.load();
+        if constexpr (!L::BYTES) copy_wait<0>();
         __syncthreads();
         if constexpr (L::BYTES) {
             byte_pages.keys.fold();
-        } else {
-            typename Keys<C>::Angles angles;
-            keys.ask(angles);
-            keys.fold(angles);
+            __syncthreads();
         }
-        __syncthreads();
     }
 
     // ---- the line of a head ----

@@ -42,13 +42,17 @@ struct Attend {
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
         int length = 0, offset = 0;
         if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // on their way while tables are made
-        prepare_tables(at, keys, values, outliers, byte_pages);
+        ask_tables(at, byte_pages);
+        if constexpr (!TABLES_LATE) make_tables(at, keys, values, outliers, byte_pages);
         if (!params.follows) {
             await_predecessor();
             length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
         }
         const Line<C> line(params, length, at.warp, at.lane, known(), reinterpret_cast<int*>(at.shared + L::RING));  // it counts where nothing is yet
-        if (blockIdx.x >= line.blocks) return;
+        if (blockIdx.x >= line.blocks) {
+            copy_wait<0>();
+            return;
+        }
         const long long first = line.begin(blockIdx.x);
         long long base = 0;
         int chunk = 0;
@@ -105,19 +109,24 @@ struct Attend {
             };
             at.from = unit(walk.first), at.to = unit(walk.last);
             at.begins = walk.base >= walk.first, at.ends = next <= walk.last, at.final = next >= walk.last;
-            const bool some = next > walk.first;
+            const bool some = next > walk.first, opening = walk.base <= walk.first;  // of those that have some, the block's first one
             walk.base = next;
             if (some) {
                 ParkedWalk there(walk, parked());
-                stretch();
+                stretch(opening);
                 there.take(walk);
             }
         }
     }
 
-    // Does the task at hand. An empty one leaves an empty result: the merge reads those of all blocks of its range.
-    __device__ __forceinline__ void stretch() {
+    // Tiles' tables are made while the ids of a block's first pages are on their way; what they are made of has come meanwhile, with the lengths. By bytes they are
+    // small, and made before.
+    static constexpr bool TABLES_LATE = !L::BYTES;
+
+    // Does the task at hand. An empty one leaves an empty result: the merge reads those of all blocks of its range. opening: it is the block's first one.
+    __device__ __forceinline__ void stretch(bool opening) {
         if (at.from >= at.to && !at.ends) {  // nothing but what somebody else does
+            if (TABLES_LATE && opening) make_tables(at, keys, values, outliers, byte_pages);
             softmax.reset();
             open_result();
             if (at.final) release_successor();
@@ -143,12 +152,13 @@ struct Attend {
             constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
             if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
             typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);
-            __syncthreads();  // as above
-            typename Keys<C>::Angles angles;
-            keys.ask(angles);
+            if (!opening) __syncthreads();  // as above
+            keys.ask();
+            if (opening) make_tables(at, keys, values, outliers, byte_pages);
             if constexpr (!RING_NEEDED) flow.start();
             load();
-            keys.fold(angles);
+            if constexpr (RING_NEEDED) copy_wait<0>();
+            else flow.await_earlier();  // before the barrier that ends what follows
             query.load();
             softmax.reset();
             if constexpr (RING_NEEDED) flow.start();

@@ -11,7 +11,7 @@ template <typename S, typename C, bool KEY>
 struct Channels {
     using L = Layout<C>;
     static constexpr int D = L::D;
-    static constexpr bool SCALED = S::SCALES == Scales::CHANNEL_BUNDLE, BANDED = S::BANDED > 0;
+    static constexpr bool SCALED = KEY ? L::KEY_CHANNELS : S::SCALES == Scales::CHANNEL_BUNDLE, BANDED = S::BANDED > 0;
     static constexpr bool RAW = !KEY && L::VALUE_RAW, FROM_ZERO = BANDED && (L::BYTES || RAW);  // numbers count from 0 on
     static constexpr int EACH = SCALED ? (D + L::THREADS - 1) / L::THREADS : 1;  // channels threadIdx.x + THREADS i
 

@@ -51,15 +51,18 @@ struct TablePlace : Table<BITS, PERMUTED> {
         // From one code of a register to the other, from one register to the next, in codes of an entry (artifacts/order.py).
         constexpr int OTHER = BITS == 2 ? 2 : BITS == 8 ? 0 : 1, NEXT = BITS == 2 ? 1 : 2;
         using C = Codes<BITS>;
-        for (int i = threadIdx.x; i < (1 << T::INDEX_BITS) * PIECES; i += blockDim.x) {
-            const int entry = i / PIECES;
+        for (int entry = threadIdx.x; entry < 1 << T::INDEX_BITS; entry += blockDim.x) {
             unsigned word[2];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int first = k % T::WORDS * NEXT, second = first + OTHER;
                 word[k] = pack(values[entry >> (first * C::STRIDE) & C::MASK] * by, values[entry >> (second * C::STRIDE) & C::MASK] * by);
             }
-            *reinterpret_cast<uint4*>(shared + AT + entry * STRIDE + i % PIECES * 16) = make_uint4(word[0], word[1], word[0], word[1]);
+            // All copies of an entry, neighbours' at other places at a time: they lie in the same banks.
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                *reinterpret_cast<uint4*>(shared + AT + entry * STRIDE + (entry + i) % PIECES * 16) = make_uint4(word[0], word[1], word[0], word[1]);
+            }
         }
     }
 

@@ -35,7 +35,7 @@ struct Keys {
     // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
     __device__ __forceinline__ void fetch() { of_head.fetch(at.params.key, at.head); }
 
-    // A barrier, `fold` and another barrier follow.
+    // A barrier follows.
     __device__ __forceinline__ void load() {
         of_head.load(at.shared + L::KEY_BANDS, [&](int i, float scale, float zero) {
             if constexpr (L::KEYS_MENDED) put_mended(i, scale * L::KEY_SPREAD, zero);
@@ -46,13 +46,13 @@ struct Keys {
     }
 
     // A channel's scale, where outliers are divided by it: as a number of at least 1, so that they stay halves, and what is left for codes alone:
-    // a power of two, which costs them nothing, or all of it, if it is next to nothing.
+    // a power of two, which costs them nothing, or all of it, if it is next to nothing. runtime/turns.py has the same.
     __device__ __forceinline__ void put_mended(int channel, float scale, float zero) const {
         const unsigned bits = __float_as_int(scale);
         float size = scale, rest = 1.f;
         if (scale < 1.f && scale >= 1.f / 16384) size = __int_as_float((bits & 0x7fffffu) | 0x3f800000u), rest = __int_as_float(bits & 0x7f800000u);
         else if (scale < 1.f) size = 1.f, rest = scale;
-        at.floats(L::KEY_SCALE)[channel] = size, at.floats(L::KEY_ZERO)[channel] = zero;
+        if constexpr (L::KEY_FLOATS) at.floats(L::KEY_SCALE)[channel] = size, at.floats(L::KEY_ZERO)[channel] = zero;
         at.floats(L::KEY_INVERSE)[in_index_order(channel)] = 1.f / size;
         at.halves(L::KEY_REST)[in_channel_order(channel)] = to_half(rest);
     }
@@ -77,40 +77,28 @@ struct Keys {
         });
     }
 
-    // What turns and scales keys goes to registers, or, where groups share it, to shared memory: then each of them makes that of MINE steps, those from
-    // group * MINE on, or the last ones.
-    static constexpr int FOLDERS = L::TURNS_SHARED && !L::BYTES ? L::GROUPS : 1, MINE = (SHARE + FOLDERS - 1) / FOLDERS;
-    struct Angles {
-        typename Turning::Angles of[L::ROPE ? MINE : 1];
-    };
-    __device__ __forceinline__ int begin() const { return FOLDERS > 1 ? min(at.group * MINE, SHARE - MINE) : 0; }
-
-    // Once a head: asks for the angles that `fold` needs.
-    __device__ __forceinline__ void ask(Angles& angles) const {
+    // Once a head, when nobody reads those of the last one any more: asks for what turns and scales keys, to registers, or, where groups share it, to shared
+    // memory, and for zero points, keys of their own that are the same in all pages. A wait for copies and a barrier follow.
+    __device__ __forceinline__ void ask() {
         if constexpr (L::ROPE) {
+            const uint4* const of_head_turns = at.params.turns + at.head * at.params.turns_head;
+            if constexpr (L::TURNS_SHARED) copy<0, 2>(of_head_turns, L::TURN_FACTORS);
+            if constexpr (L::CHANNELS_FOLDED) copy<2, 1>(of_head_turns, L::ZERO_KEYS);
+            copy_commit();
+            if constexpr (!L::TURNS_SHARED) {
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) angles.of[i] = Turning::angles(at.params.rope, K::ROPE_DIM / 2, at.tile * TILE, at.step(begin() + i), at.r, at.c);
-        }
-    }
-
-    // Zero points become keys of their own, which are the same in all pages.
-    __device__ __forceinline__ void fold(const Angles& angles) {
-        if constexpr (L::ROPE) {
-            uint4* zero_keys = reinterpret_cast<uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
-            const auto turns = this->turns();
-            auto two = [&](int from, int channel, float without) { return L::CHANNELS_FOLDED ? *reinterpret_cast<const float2*>(at.floats(from) + channel) : make_float2(without, without); };
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                const int s = begin() + i;
-                uint4 zeros;
-                const auto by = Turning::factors(
-                    angles.of[i], at.step(s), at.c, [&](int channel) { return two(L::KEY_SCALE, channel, 1.f); }, [&](int channel) { return two(L::KEY_ZERO, channel, 0.f); }, zeros);
-                const bool mine = L::TURNS_SHARED ? s >= at.group * MINE : at.group == 0;
-                if constexpr (!L::TURNS_SHARED) turning[s] = by;
-                else if (mine) turns[at.step(s) * 64] = by.own, turns[at.step(s) * 64 + 32] = by.other;
-                if (L::CHANNELS_FOLDED && mine) zero_keys[at.step(s) * 32] = zeros;
+                for (int s = 0; s < SHARE; ++s) {
+                    const uint4* const mine = of_head_turns + (at.tile * STEPS + at.step(s)) * 96 + at.lane;
+                    turning[s] = {mine[0], mine[32]};
+                }
             }
         }
+    }
+    // Of the three operands of a step COUNT from FIRST on, of all steps.
+    template <int FIRST, int COUNT>
+    __device__ __forceinline__ void copy(const uint4* from, int to) const {
+        constexpr int EACH = 32 * COUNT;
+        for (int i = threadIdx.x; i < L::TILES * STEPS * EACH; i += L::THREADS) copy_async<16>(shared_address(at.shared + to) + 16 * i, from + i / EACH * 96 + 32 * FIRST + i % EACH);
     }
 
     // Where the lane's factors lie, if they are in shared memory.

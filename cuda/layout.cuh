@@ -92,6 +92,9 @@ struct Layout {
     static constexpr bool KEYS_MENDED = KEY_OUTLIERS && CHANNELS_FOLDED;
     // An outlier may be much larger than what its key says otherwise: then what rounding leaves meets the query, too.
     static constexpr bool KEY_IN_TWO = KEY_WIDE && KEY_OUTLIERS && (!ROPE || Rope<K, D>::LOCAL);
+    // Whether keys' scales are read as such: not where they are in what turns keys, but for outliers.
+    static constexpr bool KEY_CHANNELS = K::SCALES == Scales::CHANNEL_BUNDLE && (BYTES || !ROPE || !CHANNELS_FOLDED || KEYS_MENDED);
+    static constexpr bool KEY_FLOATS = KEY_CHANNELS && !(ROPE && KEYS_MENDED);
     static constexpr bool FLOAT_CHANNELS = CHANNELS_FOLDED || (KEY_WIDE && K::SCALES == Scales::CHANNEL_BUNDLE);  // keys' scales, as the bundle has them
     static constexpr bool KEY_FOLDED = !ROPE && !K::RANK && !K::SPARSE && K::SCALE_CHANNELS == D && (K::SCALES == Scales::TOKEN || K::SCALES == Scales::NORM);
     static constexpr bool VALUE_FOLDED = V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
@@ -143,9 +146,9 @@ struct Layout {
     static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean, of each warp if they are alone, like the sum
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4 * (ALONE ? WARPS : 1);                      // f32 [COLUMNS]
     static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 * (ALONE ? WARPS : 1) + 15) / 16 * 16;  // f32 [D], also zero; where a
-    static constexpr int KEY_ZERO = KEY_SCALE + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);   // tile needs them, f16 in channel_order
-    // Of folded channels with outliers: f32 [STEPS][32] one over KEY_SCALE (keys.cuh: in_index_order), f16 [D] in channel_order what is left of scales.
-    static constexpr int KEY_INVERSE = KEY_ZERO + (K::SCALES == Scales::CHANNEL_BUNDLE ? 4 * D : 0);
+    static constexpr int KEY_ZERO = KEY_SCALE + (KEY_FLOATS ? 4 * D : 0);   // tile needs them, f16 in channel_order
+    // Of folded channels with outliers: f32 [STEPS][32] one over scales (keys.cuh: in_index_order), f16 [D] in channel_order what is left of scales.
+    static constexpr int KEY_INVERSE = KEY_ZERO + (KEY_FLOATS ? 4 * D : 0);
     static constexpr int KEY_REST = KEY_INVERSE + (KEYS_MENDED ? 128 * STEPS : 0);
     static constexpr int ZERO_KEYS = KEY_REST + (KEYS_MENDED ? 2 * D : 0);  // f16 first operands [TILES]
     static constexpr int TURN_FACTORS = ZERO_KEYS + (CHANNELS_FOLDED && ROPE && !BYTES ? TILES * STEPS * 512 : 0);  // uint4 [TILES][STEPS][2][32]
@@ -156,9 +159,9 @@ struct Layout {
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
-    static constexpr int TOTAL = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [3][ROWS]
+    static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [ROWS][TEAMS] maximum, sum; of warps that are not alone
     // A chunk is 32 sequences. Of warps alone where each begins, s64 [MOST_CHUNKS + 1]; else what is known of one, and of 32 heads: LineChunk.
-    static constexpr int MOST_CHUNKS = 256, CHUNKS = (TOTAL + 3 * ROWS * 4 + 15) / 16 * 16;
+    static constexpr int MOST_CHUNKS = 256, CHUNKS = (STATE + (ALONE ? 0 : ROWS * TEAMS * 8) + 15) / 16 * 16;
     static constexpr int PARKED = CHUNKS + (ALONE ? MOST_CHUNKS * 8 + 16 : static_cast<int>(sizeof(LineChunk))), PARKED_BYTES = 128;  // [WARPS]: what the loop over pages does not need
     // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
     static constexpr int CORRECTIONS = (PARKED + WARPS * PARKED_BYTES + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
@@ -167,13 +170,12 @@ struct Layout {
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
     static constexpr int BOOKS = BYTES ? BYTE_TABLES + ByteRoom<BYTES, C>::BOOKS : RING;  // f32 [2][256] for a moment: the codebooks
-    static constexpr int STATE = RING;  // f32 [3][TEAMS][COLUMNS], between pages and outputs
     // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
-    // Whether it fits so many bytes, and the ring holds all states and a row of each team's output; if warps are alone, a query and the codebooks.
+    // Whether it fits so many bytes, and the ring holds a row of each team's output; if warps are alone, a query and the codebooks.
     static constexpr bool fits(int bytes) {
         if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
-        return SHARED <= bytes && WARPS * WARP_BYTES >= 3 * TEAMS * COLUMNS * 4 && ROWS_AT_ONCE > 0;
+        return SHARED <= bytes && ROWS_AT_ONCE > 0;
     }
 
     // The channel of row r (upper: r + 8) of an output's step.
@@ -245,18 +247,21 @@ struct Place : Task {
     __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
     __device__ __forceinline__ int newest(int column) const { return length - params.m + min((blockIdx.y * L::ROWS + L::row_of(column)) / params.g, params.m - 1); }
 
-    // Codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment, and what was copied before; many lanes then wait for one load,
-    // not one after the other for each of theirs. All threads; ends with a barrier.
-    __device__ __forceinline__ const float* codebooks() const {
+    // Asks for the codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment; many lanes then wait for one load, not one after the
+    // other for each of theirs. All threads.
+    __device__ __forceinline__ void ask_codebooks() const {
         using K = typename L::K;
         using V = typename L::V;
         float* const books = floats(L::BOOKS);
         for (int i = threadIdx.x; i < (K::BITS ? 1 << K::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + i), params.key.values + i);
         for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), params.value.values + i);
         copy_commit();
+    }
+    // Waits for them, and for whatever else was copied before. All threads; ends with a barrier.
+    __device__ __forceinline__ const float* codebooks() const {
         copy_wait<0>();
         __syncthreads();
-        return books;
+        return floats(L::BOOKS);
     }
 
     // The head's step that is this warp's step s.
@@ -372,6 +377,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
@@ -382,6 +388,7 @@ struct Plan<Shape, true> {
     using Config = typename AloneChoices::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 

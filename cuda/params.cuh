@@ -30,10 +30,11 @@ struct AttendParams {
     int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head
     const int* lengths;   // [b] cached tokens, the new ones included
     const int* offsets;   // [b] position of token 0
-    const float2* rope;   // cos, sin of j * inv_freq [T][ROPE_DIM / 2]
+    const uint4* turns;   // what turns keys by tokens' places, and first operands of turned zero points (runtime/turns.py): [heads][tiles][STEPS][3][32]
     const float* inv_freq;
     const unsigned char* functions;  // u8: what runtime/smooth.py makes, which ByteLayout begins with
     long long q_sequence, q_token, q_head;
+    long long turns_head;  // from one head's to the next, 0 if all have the same
     float rope_scaling;
     float scale;  // of scores, times log2(e)
     int b, h_kv, g, m;

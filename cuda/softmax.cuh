@@ -130,51 +130,47 @@ struct Softmax {
         for (int n = 0; n < NT; ++n) mma(out[u][n], a, b[n][0], b[n][1]);
     }
 
-    // ---- a warp's result, if it is alone ----
+    // ---- a warp's result ----
 
-    // All its phases added up, to f32 [ROWS][D + 2]. There is one block of columns.
-    __device__ __forceinline__ void store_own(float* to) {
+    // Adds up the sums of its lanes and phases: all lanes that have columns of a row then have its maximum and sum. weights: of their columns' outputs.
+    __device__ __forceinline__ void join(float (&weights)[NT][2]) {
         constexpr int FIRST = L::PITCH > 2 ? L::PITCH / 2 : 1, LAST = L::PHASES > 1 ? 4 : 1;  // lanes whose columns have the same rows
-        float weights[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
+        for (int n = 0; n < NT; ++n) {
 #pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) {
-                sum[0][e] += __shfl_xor_sync(~0u, sum[0][e], mask);
-                if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros[0][e] += __shfl_xor_sync(~0u, zeros[0][e], mask);
+            for (int e = 0; e < 2; ++e) {
+                weights[n][e] = 1.f;
+#pragma unroll
+                for (int mask = 4; mask < 32; mask *= 2) {
+                    sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], mask);
+                    if constexpr (ZEROS) zeros[n][e] += __shfl_xor_sync(~0u, zeros[n][e], mask);
+                }
             }
         }
-        if constexpr (L::PHASES > 1) {
+        if constexpr (L::PHASES > 1) {  // of one block of columns
             float top[2] = {maximum[0][0], maximum[0][1]};
             if constexpr (L::PITCH == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
 #pragma unroll
                 for (int mask = FIRST; mask < LAST; mask *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], mask));
-                weights[e] = weight(maximum[0][e], top[e]);
-                maximum[0][e] = top[e], sum[0][e] *= weights[e];
+                weights[0][e] = weight(maximum[0][e], top[e]);
+                maximum[0][e] = top[e], sum[0][e] *= weights[0][e];
             }
             add_phases(sum[0][0], sum[0][1]);
         }
-        const int row = L::row_of(2 * at.c);
-        const bool mine = 2 * at.c < L::PITCH, first = mine && row < ROWS, second = mine && L::PITCH > 1 && row + 1 < ROWS;
-        float* const of_row = to + row * (D + 2);
-#pragma unroll
-        for (int u = 0; u < SHARE; ++u) {
-#pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                float x = out[u][0][2 * upper] + zeros[0][0], y = out[u][0][2 * upper + 1] + zeros[0][1];
-                if constexpr (L::PHASES > 1) {
-                    x *= weights[0], y *= weights[1];
-                    add_phases(x, y);
-                }
-                const int channel = L::channel_of(u, upper, at.r);
-                if (first) of_row[channel] = x;
-                if (second) of_row[D + 2 + channel] = y;
-            }
+    }
+    static constexpr bool ZEROS = L::VALUE_FOLDED && V::ZERO >= 0;
+
+    // Outputs of a row and the next one: of step u, upper or lower channels, column block n.
+    __device__ __forceinline__ float2 joined(const float (&weights)[NT][2], int u, int n, int upper) const {
+        float x = out[u][n][2 * upper], y = out[u][n][2 * upper + 1];
+        if constexpr (ZEROS) x += zeros[n][0], y += zeros[n][1];
+        if constexpr (L::PHASES > 1) {
+            x *= weights[n][0], y *= weights[n][1];
+            add_phases(x, y);
         }
-        if (first && at.r == 0) of_row[D] = maximum[0][0], of_row[D + 1] = sum[0][0];
-        if (second && at.r == 0) of_row[2 * D + 2] = maximum[0][1], of_row[2 * D + 3] = sum[0][1];
+        return make_float2(x, y);
     }
 
     // Adds up what the phases have of columns 2c and 2c + 1: who has those of the first one has all of it.
@@ -187,97 +183,63 @@ struct Softmax {
         }
     }
 
+    static __device__ __forceinline__ float weight(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
+
+    // If it is alone: to f32 [ROWS][D + 2]. There is one block of columns.
+    __device__ __forceinline__ void store_own(float* to) {
+        float weights[NT][2];
+        join(weights);
+        const int row = L::row_of(2 * at.c);
+        const bool mine = 2 * at.c < L::PITCH, first = mine && row < ROWS, second = mine && L::PITCH > 1 && row + 1 < ROWS;
+        float* const of_row = to + row * (D + 2);
+#pragma unroll
+        for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                const float2 x = joined(weights, u, 0, upper);
+                const int channel = L::channel_of(u, upper, at.r);
+                if (first) of_row[channel] = x.x;
+                if (second) of_row[D + 2 + channel] = x.y;
+            }
+        }
+        if (first && at.r == 0) of_row[D] = maximum[0][0], of_row[D + 1] = sum[0][0];
+        if (second && at.r == 0) of_row[2 * D + 2] = maximum[0][1], of_row[2 * D + 3] = sum[0][1];
+    }
+
     // ---- the block's result ----
 
     // Writes the result of all warps to `slot` of the partial results. The ring has to be idle.
     __device__ __forceinline__ void store(int slot) {
+        float weights[NT][2];
+        join(weights);
+        float* to = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
         __syncthreads();  // readers of an earlier result, and of the ring, are done
         leave_state();
-        __syncthreads();
-        float* to = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
-        add_states(to);
-        __syncthreads();
-        float weights[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int row = L::row_of(8 * n + 2 * at.c + e);
-                weights[n][e] = row < ROWS ? weight(maximum[n][e], at.floats(L::TOTAL)[row]) : 0.f;
-            }
-        }
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
             leave_output(weights, first);
             __syncthreads();
             __syncthreads();  // the first one is enough, but compute-sanitizer reports what it orders (docs/kernels.md)
-            const float* outputs = at.floats(L::RING);
-            for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D; i += L::THREADS) {
-                const int row = first + i / D;
-                if (row < ROWS) {
-                    float x = at.floats(L::TOTAL)[2 * ROWS + row];
-#pragma unroll
-                    for (int w = 0; w < TEAMS; ++w) x += outputs[w * (L::ROWS_AT_ONCE * D) + i];
-                    to[row * (D + 2) + i % D] = x;
-                }
-            }
+            add_teams(to, first);
             if (first + L::ROWS_AT_ONCE < ROWS) __syncthreads();
         }
     }
 
-    static __device__ __forceinline__ float weight(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
-
-    // Every team's maximum, sum and zeros of its columns; all its warps have the same.
-    __device__ __forceinline__ void leave_state() {
-        float* state = at.floats(L::STATE);
+    // Every team's maximum and sum of the block's rows; all its warps have the same.
+    __device__ __forceinline__ void leave_state() const {
+        if (at.r != 0 || at.part != 0) return;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-#pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2) {
-                    sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], mask);
-                    if constexpr (L::VALUE_FOLDED && V::ZERO >= 0) zeros[n][e] += __shfl_xor_sync(~0u, zeros[n][e], mask);
-                }
-                if (at.r == 0 && at.part == 0) {
-                    const int i = at.team * COLUMNS + 8 * n + 2 * at.c + e;
-                    state[i] = maximum[n][e];
-                    state[TEAMS * COLUMNS + i] = sum[n][e];
-                    state[2 * TEAMS * COLUMNS + i] = zeros[n][e];
-                }
+                const int column = 8 * n + 2 * at.c + e, row = L::row_of(column);
+                if ((L::NT > 1 || column < L::PITCH) && row < ROWS) state()[row * TEAMS + at.team] = make_float2(maximum[n][e], sum[n][e]);
             }
         }
     }
+    __device__ __forceinline__ float2* state() const { return reinterpret_cast<float2*>(at.shared + L::STATE); }
 
-    // Maximum, sum and zeros of the block's rows, a warp a row: to shared memory, and the first two to the result.
-    __device__ __forceinline__ void add_states(float* to) const {
-        constexpr int ENTRIES = TEAMS * L::PHASES;  // of a row
-        const float* state = at.floats(L::STATE);
-        for (int row = at.warp; row < ROWS; row += L::WARPS) {
-            float top = minus_infinity(), all = 0.f, zero = 0.f;
-            for (int i = at.lane; i < ENTRIES; i += 32) top = fmaxf(top, state[i / L::PHASES * COLUMNS + i % L::PHASES * L::PITCH + row]);
-#pragma unroll
-            for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-            for (int i = at.lane; i < ENTRIES; i += 32) {
-                const float* entry = state + i / L::PHASES * COLUMNS + i % L::PHASES * L::PITCH + row;
-                const float w = weight(entry[0], top);
-                all += w * entry[TEAMS * COLUMNS];
-                zero += w * entry[2 * TEAMS * COLUMNS];
-            }
-#pragma unroll
-            for (int mask = 16; mask; mask /= 2) {
-                all += __shfl_xor_sync(~0u, all, mask);
-                zero += __shfl_xor_sync(~0u, zero, mask);
-            }
-            if (at.lane == 0) {
-                float* total = at.floats(L::TOTAL);
-                total[row] = top, total[ROWS + row] = all, total[2 * ROWS + row] = zero;
-                to[row * (D + 2) + D] = top, to[row * (D + 2) + D + 1] = all;
-            }
-        }
-    }
-
-    // This warp's weighted output of ROWS_AT_ONCE rows, phases added up.
+    // This warp's output of ROWS_AT_ONCE rows.
     __device__ __forceinline__ void leave_output(const float (&weights)[NT][2], int first) const {
         float* mine = at.floats(L::RING) + at.team * (L::ROWS_AT_ONCE * D);
 #pragma unroll
@@ -286,14 +248,35 @@ struct Softmax {
             for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
                 for (int upper = 0; upper < 2; ++upper) {
-                    float x = weights[n][0] * out[u][n][2 * upper], y = weights[n][1] * out[u][n][2 * upper + 1];
-                    add_phases(x, y);
+                    const float2 x = joined(weights, u, n, upper);
                     const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = L::channel_of(at.step(u), upper, at.r);
                     if (L::NT == 1 && column >= L::PITCH) continue;
-                    if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x;
-                    if (L::PITCH > 1 && row + 1 >= first && row + 1 < first + L::ROWS_AT_ONCE && row + 1 < ROWS) mine[(row + 1 - first) * D + channel] = y;
+                    if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x.x;
+                    if (L::PITCH > 1 && row + 1 >= first && row + 1 < first + L::ROWS_AT_ONCE && row + 1 < ROWS) mine[(row + 1 - first) * D + channel] = x.y;
                 }
             }
+        }
+    }
+
+    // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them.
+    __device__ __forceinline__ void add_teams(float* to, int first) const {
+        for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D / 2; i += L::THREADS) {
+            const int row = first + i / (D / 2), channel = i % (D / 2) * 2;
+            if (row >= ROWS) break;
+            const float2* const of_teams = state() + row * TEAMS;
+            float top = minus_infinity(), sums = 0.f;
+#pragma unroll
+            for (int w = 0; w < TEAMS; ++w) top = fmaxf(top, of_teams[w].x);
+            float2 x = make_float2(0.f, 0.f);
+#pragma unroll
+            for (int w = 0; w < TEAMS; ++w) {
+                const float2 team = of_teams[w], y = *reinterpret_cast<const float2*>(at.floats(L::RING) + w * (L::ROWS_AT_ONCE * D) + 2 * i);
+                const float by = weight(team.x, top);
+                sums += by * team.y, x.x += by * y.x, x.y += by * y.y;
+            }
+            float2* const of_row = reinterpret_cast<float2*>(to + row * (D + 2));
+            of_row[channel / 2] = x;
+            if (channel == 0) of_row[D / 2] = make_float2(top, sums);
         }
     }
 };

@@ -11,10 +11,16 @@
 
 namespace signpost {
 
-// Tables of the bundle's numbers, which no earlier kernel wrote; byte_pages: what pages by bytes have instead. All threads; ends with a barrier.
+// Tables of the bundle's numbers, which no earlier kernel wrote: asks for what they are made of. byte_pages: what pages by bytes have instead. All threads.
 template <typename C, typename BytePages>
-__device__ __forceinline__ void prepare_tables(const Place<C>& at, Keys<C>& keys, Values<C>& values, Outliers<C>& outliers, BytePages& byte_pages) {
+__device__ __forceinline__ void ask_tables(const Place<C>& at, BytePages& byte_pages) {
     if constexpr (C::BYTES) byte_pages.prepare();
+    at.ask_codebooks();
+}
+
+// Makes them, when they have been asked for and no page has. All threads; ends with a barrier.
+template <typename C, typename BytePages>
+__device__ __forceinline__ void make_tables(const Place<C>& at, Keys<C>& keys, Values<C>& values, Outliers<C>& outliers, BytePages& byte_pages) {
     const float* const books = at.codebooks();
     if constexpr (C::BYTES) {
         byte_pages.take_codebooks(books, books + 256);
@@ -51,7 +57,7 @@ struct TilePages {
     // outliers: its lists are asked for meanwhile.
     template <bool KP, bool VP>
     struct Flow {
-        static constexpr int B = L::BATCH;
+        static constexpr int B = L::BATCH, COPIES = 2 * L::TURNS * (PHASES / B);  // of the ring
         const int each, first, count;
         unsigned char* const ring;
         typename Fed<KP>::template By<L, K, KeyStage, B> keys;
@@ -72,6 +78,11 @@ struct TilePages {
                 for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
                 for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
             }
+        }
+        // Waits for what was copied before it was started.
+        __device__ __forceinline__ void await_earlier() const {
+            if (count > 0) copy_wait<COPIES>();
+            else copy_wait<0>();
         }
         __device__ __forceinline__ void feed_key(unsigned char* stage) {
             keys.copy(stage);
@@ -99,7 +110,7 @@ struct TilePages {
     template <bool KP, bool VP>
     __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
-        constexpr int B = L::BATCH, N = PHASES / B, COPIES = 2 * L::TURNS * N;  // batches of a turn's side; of the ring
+        constexpr int B = L::BATCH, N = PHASES / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
         constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
         const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together

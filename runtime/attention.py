@@ -19,6 +19,7 @@ from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
+from runtime.turns import turns
 from runtime.units import (
     ALL_PLAIN,
     MOST_ROWS,
@@ -52,9 +53,9 @@ class _Attend(ctypes.Structure):
         ("value", _Side),
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "partial", "ranges", "lengths", "offsets", "rope", "inv_freq", "functions")
+            for name in ("q", "partial", "ranges", "lengths", "offsets", "turns", "inv_freq", "functions")
         ),
-        *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
+        *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head", "turns_head")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows", "window")),
         *((name, ctypes.c_float) for name in ("cap", "bend")),
@@ -134,11 +135,11 @@ class PagedAttention:
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
         self.grid = self._processors()
         self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
-        self._rope, self._inv_freq, functions = _of_rotation(rotation, min(key.format.t, value.format.t), self.device)
+        self._inv_freq, functions = _of_rotation(rotation, self.device)
         self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
         self._functions = functions if self.by_bytes else None
-        if self.device.type == "cuda":  # kernels read these tables before they wait for the kernel before them
-            torch.cuda.current_stream(self.device).synchronize()
+        self._turns: Tensor | None = None
+        self._settle()
 
     @staticmethod
     def _device(device: torch.device | str | int) -> torch.device:
@@ -180,6 +181,18 @@ class PagedAttention:
         """The same, compiled. Not to be called first within a capture."""
         return jit.load(self.unit(rows, how), self.device)
 
+    def turns(self) -> Tensor:
+        """What turns keys (`runtime.turns`), made when a step first needs it."""
+        if self._turns is None:
+            self._turns = turns(self.key, self._tables[0], self.rotation, self.device)
+            self._settle()
+        return self._turns
+
+    def _settle(self) -> None:
+        """Waits for the tables: kernels read them before they wait for the kernel before them."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def plan(
         self, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int, scale: float,
         tokens: int | None = None,
@@ -208,16 +221,13 @@ class PagedAttention:
         )  # fmt: skip
 
 
-def _of_rotation(rotation: Rotation, t: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Angles of t tokens [t, dim / 2, 2], frequencies, and functions of the token that turn keys (`runtime.smooth`), on
-    the device: made once for all layers."""
-    if (t, device) not in rotation.derived:
+def _of_rotation(rotation: Rotation, device: torch.device) -> tuple[Tensor, ...]:
+    """Frequencies, and functions of the token that turn keys (`runtime.smooth`), on the device: once for all layers."""
+    if device not in rotation.derived:
         inv_freq = rotation.inv_freq.to(device)
-        angles = torch.arange(t, device=device, dtype=torch.float64)[:, None] * inv_freq.double()
-        angles = torch.stack([angles.cos(), angles.sin()], -1).float().contiguous()
         few = smooth.functions(inv_freq) if smooth.is_smooth(inv_freq) else torch.empty(0)
-        rotation.derived[t, device] = angles, inv_freq, few.to(device)
-    return rotation.derived[t, device]
+        rotation.derived[device] = inv_freq, few.to(device)
+    return rotation.derived[device]
 
 
 class Step:
@@ -256,11 +266,13 @@ class Step:
         each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
         values = kernels._tables[1]
+        turned = kernels.turns() if module.integers["attend_turns"] else None
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), self.ranges.data_ptr(),
-            lengths.data_ptr(), offsets.data_ptr(), kernels._rope.data_ptr(), kernels._inv_freq.data_ptr(),
-            kernels._functions.data_ptr() if kernels._functions is not None else None, 0, 0, 0,
+            lengths.data_ptr(), offsets.data_ptr(), turned.data_ptr() if turned is not None else None,
+            kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
+            0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
             kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip

@@ -29,7 +29,7 @@ MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
 # What a module of attention says of itself: see `attend_unit`.
 INTEGERS = (
-    "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers",
+    "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "attend_turns",
     "merge_threads", "merge_sequences",
 )  # fmt: skip
 
@@ -230,7 +230,8 @@ def attend_unit(
     dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
-    `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). A block of
+    `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). Where
+    `attend_turns` is not 0, a launch needs what `runtime.turns` makes. A block of
     the merge has `merge_threads` threads and `merge_sequences` sequences of a kv head. scoring: its numbers come with
     each launch.
     """
@@ -251,6 +252,7 @@ struct Shape {{
 using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
 extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS, attend_workers = Plan::WORKERS;
+extern "C" __device__ int attend_turns = Plan::TURNS;
 using Merging = signpost::Merge<Shape>;
 extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)

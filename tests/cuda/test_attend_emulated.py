@@ -511,7 +511,7 @@ def test_tables_on_a_device_are_what_the_geometry_says():
         packed = [device_tables(codec, turn, torch.float16) for codec, turn in zip(codecs, turns, strict=True)]
         assert packed[0] is device_tables(codecs[0], rotation, torch.float16)
         kernels = Emulated(*pair, *(codec.tables for codec in codecs), rotation, 32, torch.float16, "cpu")
-        shared = {"rope": kernels._rope, "frequencies": kernels._inv_freq, "functions": kernels._functions}
+        shared = {"frequencies": kernels._inv_freq, "functions": kernels._functions}
         tables = [*(codec.tables for codec in codecs), *packed, *kernels._tables, shared]
         kept.append(tables)
         for x in (x for each in tables for x in each.values()):
