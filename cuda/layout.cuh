@@ -170,8 +170,10 @@ struct Layout {
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;
     static constexpr int SHARED = RING + WARPS * WARP_BYTES;
     static constexpr int BOOKS = BYTES ? BYTE_TABLES + ByteRoom<BYTES, C>::BOOKS : RING;  // f32 [2][256] for a moment: the codebooks
-    // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][D].
-    static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * D * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
+    // Rows whose outputs are added up at once, in the ring's place: f32 [TEAMS][ROWS_AT_ONCE][PARTS][8][2 SHARE], and between them what keeps them from meeting in
+    // banks.
+    static constexpr int OUT_LANE = 2 * SHARE + 4, OUT_PART = 8 * OUT_LANE, OUT_ROW = PARTS * OUT_PART + 4;
+    static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * OUT_ROW * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
     // Whether it fits so many bytes, and the ring holds a row of each team's output; if warps are alone, a query and the codebooks.
     static constexpr bool fits(int bytes) {
         if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
@@ -245,7 +247,9 @@ struct Place : Task {
     __device__ __forceinline__ int hidden() const { return L::hidden(params, length - params.m); }
     // The first token that any new one sees, and the new token of a column's query row.
     __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
-    __device__ __forceinline__ int newest(int column) const { return length - params.m + min((blockIdx.y * L::ROWS + L::row_of(column)) / params.g, params.m - 1); }
+    __device__ __forceinline__ int newest(int column) const { return length - params.m + min(token_of(blockIdx.y * L::ROWS + L::row_of(column)), params.m - 1); }
+    // Which of the new tokens has a query row: of one it is known without a division, which takes a while.
+    __device__ __forceinline__ int token_of(int row) const { return params.m == 1 ? 0 : row / params.g; }
 
     // Asks for the codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment; many lanes then wait for one load, not one after the
     // other for each of theirs. All threads.

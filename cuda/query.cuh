@@ -35,10 +35,10 @@ struct Query {
         const AttendParams& params = at.params;
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
-            const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D;
+            const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D, token = at.token_of(row);
             fetched[k] = Model();
             if (i < ROWS * D && row < params.g * params.m) {
-                const long long from = at.sequence * params.q_sequence + row / params.g * params.q_token + (at.head * params.g + row % params.g) * params.q_head + static_cast<unsigned>(i) % D;
+                const long long from = at.sequence * params.q_sequence + token * params.q_token + (at.head * params.g + row - token * params.g) * params.q_head + static_cast<unsigned>(i) % D;
                 fetched[k] = static_cast<const Model*>(params.q)[from];
             }
         }
@@ -289,14 +289,14 @@ struct PageAngles {
     __device__ __forceinline__ int couple(int k) const { return thread / SHARERS + k * THREADS; }
     __device__ __forceinline__ bool has(int k) const { return couple(k) < COUPLES && first_row < BY_ROW; }
 
-    // unit: the group's first one.
-    __device__ __forceinline__ void start(int unit) {
+    // unit: the group's first one, of `count`.
+    __device__ __forceinline__ void start(int unit, int count) {
         const long long first = static_cast<long long>(at.offset) + K::SINKS + static_cast<long long>(unit + first_phase * L::HOP) * L::T;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i]);
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::PHASES > BY_PHASE || count > L::PHASES);
             }
         }
     }

@@ -152,9 +152,11 @@ struct Turn {
 struct Angle {
     float cosine, sine, step_cosine, step_sine;
 
-    __device__ __forceinline__ void start(long long n, int step, float frequency) {
+    // more: `next` follows.
+    __device__ __forceinline__ void start(long long n, int step, float frequency, bool more) {
         exact(n, frequency, cosine, sine);
-        exact(step, frequency, step_cosine, step_sine);
+        step_cosine = step_sine = 0.f;
+        if (more) exact(step, frequency, step_cosine, step_sine);
     }
     __device__ __forceinline__ void next() {
         const float x = cosine * step_cosine - sine * step_sine;

@@ -239,21 +239,19 @@ struct Softmax {
     }
     __device__ __forceinline__ float2* state() const { return reinterpret_cast<float2*>(at.shared + L::STATE); }
 
-    // This warp's output of ROWS_AT_ONCE rows.
+    // This warp's output of ROWS_AT_ONCE rows, of which a lane has two channels of each step: side by side, so that they go by 16 bytes.
     __device__ __forceinline__ void leave_output(const float (&weights)[NT][2], int first) const {
-        float* mine = at.floats(L::RING) + at.team * (L::ROWS_AT_ONCE * D);
+        float* const mine = at.floats(L::RING) + at.team * (L::ROWS_AT_ONCE * L::OUT_ROW) + at.part * L::OUT_PART + at.r * L::OUT_LANE;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
-            for (int u = 0; u < SHARE; ++u) {
-#pragma unroll
-                for (int upper = 0; upper < 2; ++upper) {
-                    const float2 x = joined(weights, u, n, upper);
-                    const int column = 8 * n + 2 * at.c, row = L::row_of(column), channel = L::channel_of(at.step(u), upper, at.r);
-                    if (L::NT == 1 && column >= L::PITCH) continue;
-                    if (row >= first && row < first + L::ROWS_AT_ONCE && row < ROWS) mine[(row - first) * D + channel] = x.x;
-                    if (L::PITCH > 1 && row + 1 >= first && row + 1 < first + L::ROWS_AT_ONCE && row + 1 < ROWS) mine[(row + 1 - first) * D + channel] = x.y;
-                }
+            for (int u = 0; u < SHARE; u += 2) {
+                const float2 a = joined(weights, u, n, 0), b = joined(weights, u, n, 1), c = joined(weights, u + 1, n, 0), d = joined(weights, u + 1, n, 1);
+                const int column = 8 * n + 2 * at.c, row = L::row_of(column), at_once = row - first;
+                if (L::NT == 1 && column >= L::PITCH) continue;
+                auto has = [&](int more) { return at_once + more >= 0 && at_once + more < L::ROWS_AT_ONCE && row + more < ROWS; };
+                if (has(0)) *reinterpret_cast<float4*>(mine + at_once * L::OUT_ROW + 2 * u) = make_float4(a.x, b.x, c.x, d.x);
+                if (L::PITCH > 1 && has(1)) *reinterpret_cast<float4*>(mine + (at_once + 1) * L::OUT_ROW + 2 * u) = make_float4(a.y, b.y, c.y, d.y);
             }
         }
     }
@@ -261,22 +259,23 @@ struct Softmax {
     // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them.
     __device__ __forceinline__ void add_teams(float* to, int first) const {
         for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D / 2; i += L::THREADS) {
-            const int row = first + i / (D / 2), channel = i % (D / 2) * 2;
+            const int at_once = i / (D / 2), row = first + at_once, r = i % 8, step = i % (D / 2) / 8;
             if (row >= ROWS) break;
             const float2* const of_teams = state() + row * TEAMS;
+            const float* const outputs = at.floats(L::RING) + at_once * L::OUT_ROW + step / SHARE * L::OUT_PART + r * L::OUT_LANE + step % SHARE * 2;
             float top = minus_infinity(), sums = 0.f;
 #pragma unroll
             for (int w = 0; w < TEAMS; ++w) top = fmaxf(top, of_teams[w].x);
             float2 x = make_float2(0.f, 0.f);
 #pragma unroll
             for (int w = 0; w < TEAMS; ++w) {
-                const float2 team = of_teams[w], y = *reinterpret_cast<const float2*>(at.floats(L::RING) + w * (L::ROWS_AT_ONCE * D) + 2 * i);
+                const float2 team = of_teams[w], y = *reinterpret_cast<const float2*>(outputs + w * (L::ROWS_AT_ONCE * L::OUT_ROW));
                 const float by = weight(team.x, top);
                 sums += by * team.y, x.x += by * y.x, x.y += by * y.y;
             }
-            float2* const of_row = reinterpret_cast<float2*>(to + row * (D + 2));
-            of_row[channel / 2] = x;
-            if (channel == 0) of_row[D / 2] = make_float2(top, sums);
+            float* const of_row = to + row * (D + 2);
+            of_row[L::channel_of(step, 0, r)] = x.x, of_row[L::channel_of(step, 1, r)] = x.y;
+            if (r == 0 && step == 0) *reinterpret_cast<float2*>(of_row + D) = make_float2(top, sums);
         }
     }
 };

@@ -117,7 +117,7 @@ struct TilePages {
         unsigned char* const ring = flow.ring;
         PageAngles<C> angles(at);
         if constexpr (L::ROPE && KP) {
-            angles.start(first);
+            angles.start(first, count);
             at.meet();  // nobody reads the query of an earlier stretch of pages any more
             angles.turn_query(0);
             at.meet();

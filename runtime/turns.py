@@ -41,7 +41,7 @@ def turns(key: PageGeometry, tables: Mapping[str, Tensor], rotation: Rotation, d
     scale, zero = _folded(key, tables)
     scale, zero = scale.to(device)[:, None], zero.to(device)[:, None]
     made = torch.stack([scale * own, scale[..., partner] * other, zero * own + zero[..., partner] * other])
-    # Tokens are rows r and r + 8 of a tile; a register has two channels 2c and 2c + 1 of 8, in the first or second half.
+    # Tokens are rows r and r + 8 of a tile; a register has two channels 2c and 2c + 1 of 8, in either half.
     order = made.half().view(3, -1, t // TILE, 2, 8, 2, d // 16, 4, 2)
     return order.permute(1, 2, 6, 0, 4, 7, 5, 3, 8).reshape(-1, t // TILE, d // 16, 3, 32, 4, 2).contiguous()
 
