@@ -32,11 +32,8 @@ struct Line {
     // All threads of a block, one barrier if pages are weighed; `open` follows. length: of sequence `lane`, 0 if there is none. known, memory: shared, the latter
     // int [WARPS][HEADS] for a moment.
     __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, LineChunk& known, int* memory) : all_weights(params.h_kv) {
-        // What does not depend on lengths, while they are on their way.
-        const int h_kv = params.h_kv;
+        const int h_kv = params.h_kv, grid = gridDim.x, aligned = params.aligned;
         const long long heads = static_cast<long long>(params.b) * h_kv;
-        const int grid = gridDim.x, aligned = heads <= grid ? grid / static_cast<int>(heads) * static_cast<int>(heads) : grid;
-        const double of_all = reciprocal(grid), of_aligned = reciprocal(aligned);
         long long units = L::seen(params, length - params.m);  // of one head
         if (params.b <= 32) {
             units = __reduce_add_sync(~0u, static_cast<unsigned>(units));
@@ -48,7 +45,7 @@ struct Line {
         const long long pages = units * h_kv;
         // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
         const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
-        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? of_aligned : of_all;
+        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? params.of_aligned : params.of_all;
         weighed = OUTLIERS && !fewer && heads <= grid && h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
         if (weighed) weigh(params, warp, lane, known, memory);
         total = units * all_weights + heads * rest;

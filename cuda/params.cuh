@@ -35,6 +35,8 @@ struct AttendParams {
     const unsigned char* functions;  // u8: what runtime/smooth.py makes, which ByteLayout begins with
     long long q_sequence, q_token, q_head;
     long long turns_head;  // from one head's to the next, 0 if all have the same
+    double of_all, of_aligned;  // one over the number of blocks, and over that of those that take part where each has one head alone
+    int aligned;                // that number: as many blocks for each of the b h_kv heads as there are
     float rope_scaling;
     float scale;  // of scores, times log2(e)
     int b, h_kv, g, m;

@@ -212,7 +212,6 @@ struct Softmax {
     __device__ __forceinline__ void store(int slot) {
         float weights[NT][2];
         join(weights);
-        float* to = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
         __syncthreads();  // readers of an earlier result, and of the ring, are done
         leave_state();
 #pragma unroll
@@ -220,7 +219,7 @@ struct Softmax {
             leave_output(weights, first);
             __syncthreads();
             __syncthreads();  // the first one is enough, but compute-sanitizer reports what it orders (docs/kernels.md)
-            add_teams(to, first);
+            add_teams(at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2)), first);
             if (first + L::ROWS_AT_ONCE < ROWS) __syncthreads();
         }
     }

@@ -56,6 +56,8 @@ class _Attend(ctypes.Structure):
             for name in ("q", "partial", "ranges", "lengths", "offsets", "turns", "inv_freq", "functions")
         ),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head", "turns_head")),
+        *((name, ctypes.c_double) for name in ("of_all", "of_aligned")),
+        ("aligned", ctypes.c_int),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows", "window")),
         *((name, ctypes.c_float) for name in ("cap", "bend")),
@@ -266,6 +268,8 @@ class Step:
         each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
         values = kernels._tables[1]
+        pairs = b * kernels.h_kv
+        aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
         turned = kernels.turns() if module.integers["attend_turns"] else None
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
@@ -273,7 +277,7 @@ class Step:
             lengths.data_ptr(), offsets.data_ptr(), turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
             0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
-            kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
+            1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
         self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
