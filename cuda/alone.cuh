@@ -43,8 +43,8 @@ struct Alone {
 
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
-        ask_tables(at, byte_pages);
-        make_tables(at, keys, values, outliers, byte_pages);
+        ask_tables(at, outliers, byte_pages);
+        make_tables<0>(at, keys, values, byte_pages);
         if constexpr (L::BYTES) byte_pages.prepare_starts();
         const AttendParams& params = at.params;
         if (!params.follows) await_predecessor();

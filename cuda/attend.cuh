@@ -42,8 +42,8 @@ struct Attend {
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
         int length = 0, offset = 0;
         if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // on their way while tables are made
-        ask_tables(at, byte_pages);
-        if constexpr (!TABLES_LATE) make_tables(at, keys, values, outliers, byte_pages);
+        ask_tables(at, outliers, byte_pages);
+        if constexpr (!TABLES_LATE) make_tables<0>(at, keys, values, byte_pages);
         if (!params.follows) {
             await_predecessor();
             length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);
@@ -80,6 +80,7 @@ struct Attend {
             __syncthreads();
             Line<C>::open(known(), numbers(params.lengths, walk.chunk), numbers(params.offsets, walk.chunk), at.warp, at.lane);
         }
+        copy_wait<0>();  // a block that has nothing asked for tables all the same
     }
 
     __device__ __forceinline__ LineChunk& known() const { return *reinterpret_cast<LineChunk*>(at.shared + L::CHUNKS); }
@@ -126,7 +127,7 @@ struct Attend {
     // Does the task at hand. An empty one leaves an empty result: the merge reads those of all blocks of its range. opening: it is the block's first one.
     __device__ __forceinline__ void stretch(bool opening) {
         if (at.from >= at.to && !at.ends) {  // nothing but what somebody else does
-            if (TABLES_LATE && opening) make_tables(at, keys, values, outliers, byte_pages);
+            if (TABLES_LATE && opening) make_tables<0>(at, keys, values, byte_pages);
             softmax.reset();
             open_result();
             if (at.final) release_successor();
@@ -154,7 +155,7 @@ struct Attend {
             typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);
             if (!opening) __syncthreads();  // as above
             keys.ask();
-            if (opening) make_tables(at, keys, values, outliers, byte_pages);
+            if (opening) make_tables<L::TURNS_SHARED ? 1 : 0>(at, keys, values, byte_pages);
             if constexpr (!RING_NEEDED) flow.start();
             load();
             if constexpr (RING_NEEDED) copy_wait<0>();

@@ -261,9 +261,10 @@ struct Place : Task {
         for (int i = threadIdx.x; i < (V::BITS ? 1 << V::BITS : 0); i += L::THREADS) copy_async<4>(shared_address(books + 256 + i), params.value.values + i);
         copy_commit();
     }
-    // Waits for them, and for whatever else was copied before. All threads; ends with a barrier.
+    // Waits for them, but for LATER groups of copies that were begun after them. All threads; ends with a barrier.
+    template <int LATER>
     __device__ __forceinline__ const float* codebooks() const {
-        copy_wait<0>();
+        copy_wait<LATER>();
         __syncthreads();
         return floats(L::BOOKS);
     }

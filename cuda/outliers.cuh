@@ -35,7 +35,7 @@ struct Outliers {
     // Once a block; a barrier follows.
     __device__ __forceinline__ void prepare() const {
         if constexpr (THERE) {
-            for (int i = threadIdx.x; i < L::WARPS * BATCH * L::CORRECTION_BYTES / 16; i += L::THREADS) reinterpret_cast<uint4*>(at.shared + L::CORRECTIONS)[i] = make_uint4(0u, 0u, 0u, 0u);
+            for (int i = rolled(threadIdx.x); i < L::WARPS * BATCH * L::CORRECTION_BYTES / 16; i += L::THREADS) reinterpret_cast<uint4*>(at.shared + L::CORRECTIONS)[i] = make_uint4(0u, 0u, 0u, 0u);
         }
     }
 

@@ -13,21 +13,21 @@ namespace signpost {
 
 // Tables of the bundle's numbers, which no earlier kernel wrote: asks for what they are made of. byte_pages: what pages by bytes have instead. All threads.
 template <typename C, typename BytePages>
-__device__ __forceinline__ void ask_tables(const Place<C>& at, BytePages& byte_pages) {
+__device__ __forceinline__ void ask_tables(const Place<C>& at, const Outliers<C>& outliers, BytePages& byte_pages) {
     if constexpr (C::BYTES) byte_pages.prepare();
     at.ask_codebooks();
+    if constexpr (!C::BYTES) outliers.prepare();
 }
 
-// Makes them, when they have been asked for and no page has. All threads; ends with a barrier.
-template <typename C, typename BytePages>
-__device__ __forceinline__ void make_tables(const Place<C>& at, Keys<C>& keys, Values<C>& values, Outliers<C>& outliers, BytePages& byte_pages) {
-    const float* const books = at.codebooks();
+// Makes them, when they have been asked for and no page has; LATER: as Place::codebooks. All threads; ends with a barrier.
+template <int LATER, typename C, typename BytePages>
+__device__ __forceinline__ void make_tables(const Place<C>& at, Keys<C>& keys, Values<C>& values, BytePages& byte_pages) {
+    const float* const books = at.template codebooks<LATER>();
     if constexpr (C::BYTES) {
         byte_pages.take_codebooks(books, books + 256);
     } else {
         keys.prepare(books);
         values.prepare(books + 256);
-        outliers.prepare();
     }
     __syncthreads();
 }
