@@ -33,13 +33,13 @@ struct Query {
     __device__ __forceinline__ void fetch() {
         const int row0 = blockIdx.y * ROWS;
         const AttendParams& params = at.params;
+        const Model* const of_head = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + at.head * params.g * params.q_head;
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
             const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D, token = at.token_of(row);
             fetched[k] = Model();
             if (i < ROWS * D && row < params.g * params.m) {
-                const long long from = at.sequence * params.q_sequence + token * params.q_token + (at.head * params.g + row - token * params.g) * params.q_head + static_cast<unsigned>(i) % D;
-                fetched[k] = static_cast<const Model*>(params.q)[from];
+                fetched[k] = of_head[token * params.q_token + (row - token * params.g) * params.q_head + static_cast<unsigned>(i) % D];
             }
         }
     }

@@ -13,10 +13,10 @@ def compile_unit(source: str, arch: str = "sm_90a") -> str:
     options = [f"--gpu-architecture={arch}".encode(), f"-I{kernel_folder()}".encode(), b"-std=c++17"]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytearray(size)  # not bytes, which are not to be written to: Python has those of one character once
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(program)
-    text = log.rstrip(b"\0 ").decode()
+    text = log.rstrip(b"\0 \n").decode()
     return text if error == nvrtc.nvrtcResult.NVRTC_SUCCESS else text or str(error)
 
 
