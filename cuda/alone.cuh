@@ -217,8 +217,8 @@ struct Alone {
         const AttendParams& params = at.params;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            const int which = blockIdx.y * ROWS + row;
-            const Model* from = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + which / params.g * params.q_token + (at.head * params.g + which % params.g) * params.q_head;
+            const int which = blockIdx.y * ROWS + row, token = at.token_of(which);
+            const Model* from = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + token * params.q_token + (at.head * params.g + which - token * params.g) * params.q_head;
 #pragma unroll
             for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = which < params.g * params.m ? Query<C>::bounded(to_float(from[32 * i + at.lane]) * params.scale) : 0.f;
         }

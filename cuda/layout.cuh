@@ -248,8 +248,9 @@ struct Place : Task {
     // The first token that any new one sees, and the new token of a column's query row.
     __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
     __device__ __forceinline__ int newest(int column) const { return length - params.m + min(token_of(blockIdx.y * L::ROWS + L::row_of(column)), params.m - 1); }
-    // Which of the new tokens has a query row: of one it is known without a division, which takes a while.
-    __device__ __forceinline__ int token_of(int row) const { return params.m == 1 ? 0 : row / params.g; }
+    // Which of the new tokens has a query row: row / g by a reciprocal, since a division takes a while. Both are whole, so below 2^20 rows what is rounded is less than
+    // what lies between a half and the next whole number, times one over g.
+    __device__ __forceinline__ int token_of(int row) const { return static_cast<int>((static_cast<float>(row) + 0.5f) * reciprocal_fast(static_cast<float>(params.g))); }
 
     // Asks for the codebooks of keys, and 256 numbers behind them of values, in shared memory for a moment; many lanes then wait for one load, not one after the
     // other for each of theirs. All threads.

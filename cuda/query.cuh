@@ -35,8 +35,8 @@ struct Query {
         const AttendParams& params = at.params;
         const Model* const of_head = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + at.head * params.g * params.q_head;
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
-            const int i = threadIdx.x + k * L::THREADS, row = row0 + i / D, token = at.token_of(row);
+        for (int k = 0; k < EACH; ++k) {  // rolled: a thread's places are counted when they are needed, registers would keep them
+            const int i = rolled(threadIdx.x) + k * L::THREADS, row = row0 + i / D, token = at.token_of(row);
             fetched[k] = Model();
             if (i < ROWS * D && row < params.g * params.m) {
                 fetched[k] = of_head[token * params.q_token + (row - token * params.g) * params.q_head + static_cast<unsigned>(i) % D];
