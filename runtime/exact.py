@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HALVES = torch.float16, torch.bfloat16
-ROWS = 512  # queries of which scores are held at a time where nobody's kernel computes them
+# Queries of which scores are held at a time where nobody's kernel computes them, at most, and numbers of these scores.
+ROWS, SCORES = 512, 1 << 26
 
 
 def causal_attention(
@@ -57,9 +58,11 @@ def _in_blocks(
 ) -> Tensor:
     """A block of queries after the other, over the keys and values that these see; attend: q, k, v and a mask bool
     [rows, keys], where one of the rows sees a key."""
-    (m, n), out = (q.shape[2], k.shape[2]), torch.empty_like(q)
-    for start in range(0, m, ROWS):
-        rows = slice(start, min(start + ROWS, m))
+    (b, h_q, m, _), n, out = q.shape, k.shape[2], torch.empty_like(q)
+    seen = min(n, window + ROWS) if window else n
+    block = max(1, min(ROWS, SCORES // (b * h_q * seen)))
+    for start in range(0, m, block):
+        rows = slice(start, min(start + block, m))
         end = n - m + rows.stop
         first = max(0, n - m + start + 1 - window) if window else 0
         mask = visible(rows.stop - start, end - first, window, q.device)

@@ -159,7 +159,7 @@ class Intake:
                     to = i * capacity + before
                     shared.append(torch.stack([torch.zeros_like(to), self.source * capacity + before, to], 1))
             empty, device = torch.empty(0, 3, dtype=torch.int64), self.kv.room.device
-            of_own, of_shared = (torch.cat([empty, *some]).int().to(device) for some in (own, shared))
+            of_own, of_shared = (to_device(torch.cat([empty, *some]), torch.int32, device) for some in (own, shared))
             self._ring_rows[capacity] = of_own, of_shared
         return self._ring_rows[capacity]
 

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 
-def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers (nested sequences alike) as a tensor. The copy is queued on PyTorch's current stream."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def to_device(numbers: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers (nested sequences alike, or the host's tensor) as a tensor. The copy is queued on PyTorch's current
+    stream."""
+    pinned = device.type == "cuda"
+    if isinstance(numbers, Tensor):
+        here = torch.empty(numbers.shape, dtype=dtype, pin_memory=pinned).copy_(numbers)
+    else:
+        here = torch.tensor(numbers, dtype=dtype, pin_memory=pinned)
+    return here.to(device, non_blocking=True)
 
 
 class Arriving:

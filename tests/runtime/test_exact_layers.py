@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from artifacts import ModelFingerprint, Rope
-from runtime import CacheFullError, Engine, KVCache
+from runtime import CacheFullError, Engine, KVCache, exact
 from runtime.cpu import PageReader
 from runtime.exact import causal_attention, visible
 from runtime.hf_decoder import HFDecoder
@@ -208,6 +208,21 @@ def test_caps_in_half_precision(dtype):
     assert found.dtype == dtype
     off = np.abs(found[0].double().numpy() - expected)
     assert (off <= torch.finfo(dtype).eps * np.abs(expected) + 1e-4 * np.abs(v.double().numpy()).max()).all()
+
+
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_as_many_scores_are_held_at_a_time_as_there_is_room_for(window, monkeypatch):
+    q, k, v = (x.expand(3, -1, -1, -1) for x in tokens(90))
+    whole = causal_attention(q, k, v, D**-0.5, window, SOFTCAP)
+    held = []
+    monkeypatch.setattr(exact, "SCORES", 3 * H_Q * 90 * 7)
+    masks = exact.visible
+    monkeypatch.setattr(exact, "visible", lambda m, n, *rest: held.append(m * n) or masks(m, n, *rest))
+    assert torch.allclose(causal_attention(q, k, v, D**-0.5, window, SOFTCAP), whole, rtol=1e-5, atol=1e-6)
+    assert len(held) > 1
+    assert 3 * H_Q * max(held) <= exact.SCORES
+    monkeypatch.setattr(exact, "SCORES", 1)  # less than a query's
+    assert torch.allclose(causal_attention(q, k, v, D**-0.5, window, SOFTCAP), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_units_of_layers_that_differ():
