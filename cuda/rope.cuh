@@ -1,7 +1,7 @@
 // Rotary embedding of keys that pages hold before it: R(n0 + j) = R(n0) R(j).
 //
-// A lane keeps what turns its own tokens and channels by j in registers; the query is turned by the page's first position n0,
-// in float, by angles that grow from page to page. Both are rounded to half only as operands.
+// What turns a lane's own tokens and channels by j comes ready made (runtime/turns.py), where pages do not go by bytes; the query is turned by the page's
+// first position n0, in float, by angles that grow from page to page. Both are rounded to half only as operands.
 #pragma once
 
 #include "mma.cuh"

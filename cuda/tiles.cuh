@@ -2,7 +2,7 @@
 //
 // A turn: the keys of its tiles give scores (cuda/keys.cuh), all tiles' scores become probabilities together (cuda/softmax.cuh), and these
 // multiply the tiles' values (cuda/values.cuh). Outliers come from lists (cuda/outliers.cuh). Keys before RoPE: R(n0 + j) = R(n0) R(j); the query is turned by the unit's first position n0
-// (cuda/query.cuh), the key by j, whose sines a lane keeps in registers (cuda/rope.cuh).
+// (cuda/query.cuh), the key by j (cuda/rope.cuh).
 #pragma once
 
 #include "exact.cuh"
