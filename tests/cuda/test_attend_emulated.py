@@ -458,6 +458,21 @@ def test_windows_that_slide_and_caps(formats, m, scoring):
 
 
 @every_scoring
+def test_windows_and_caps_where_blocks_share_a_multiprocessor(scoring, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(2))
+    check(case(kivi(2, t=32), 4, 2), [1, 66, 300, 130], 1, scoring)
+    check_scene(paged.Scene.unpaged((4, 2, 128), [1, 64, 300], scoring=scoring))
+
+
+@pytest.mark.parametrize("formats", [kvquant(3), kivi(2, t=32)], ids=["kvquant", "kivi"])
+def test_caps_where_warps_are_alone(formats, monkeypatch):
+    """With a window they are not (`takes_alone`)."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    assert takes_alone(formats.key, 128, 2, Scoring(0, 5.0))
+    check(case(formats, 4, 2), [1, 66, 300, 130], 1, Scoring(0, 5.0))
+
+
+@every_scoring
 @pytest.mark.parametrize("sizes", [(2, 1, 64), (4, 2, 128), (4, 2, 256)], ids=str)
 @pytest.mark.parametrize("m", [1, 3])
 def test_layers_in_full_precision(sizes, m, scoring):
