@@ -96,7 +96,8 @@ class PageGeometry:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the bundle's tensors take on a GPU, with the other forms of large matrices that kernels read."""
+        """Bytes that the bundle's tensors take on a GPU, with the other forms of large matrices that kernels read. Not
+        counted: what turns keys before RoPE, of which only steps that go by tiles have a table (`runtime.turns`)."""
         return self.bundle_bytes + (self.format.rotate.derived_bytes(self.shape) if self.format.rotate else 0)
 
     def cache_bytes(self, n: int, full_bytes: int, prompt: int = 0) -> int:

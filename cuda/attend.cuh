@@ -41,7 +41,7 @@ struct Attend {
         // Of 32 sequences, one a lane.
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
         int length = 0, offset = 0;
-        if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // on their way while tables are made
+        if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // asked for first: all else waits for them
         ask_tables(at, outliers, byte_pages);
         if constexpr (!TABLES_LATE) make_tables<0>(at, keys, values, byte_pages);
         if (!params.follows) {

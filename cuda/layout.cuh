@@ -72,6 +72,7 @@ struct Layout {
     // are then looked up least often.
     static constexpr int SHARERS = ALONE ? 1 : GROUPS;  // of a stretch of units
     static constexpr int HOP = K::RANK || V::RANK ? 1 : SHARERS;
+    static_assert(T <= 64, "so many tokens' turns are made: MOST_TOKENS in runtime/turns.py");
     static_assert((BYTES || (K::T % T == 0 && V::T % T == 0)) && T % TILE == 0, "pages are multiples of the unit");
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.

@@ -515,7 +515,7 @@ def test_formats_of_the_shared_list(given: Case):
 
 def test_tables_on_a_device_are_what_the_geometry_says():
     """Of a learned matrix, which they are nearly all of: as the bundle has it, for packing, and its inverse; whatever
-    else is there is small and, where layers share it, there once."""
+    else is there is small and, where layers share it, there once. What turns keys is not among them, and made late."""
     bundle = random_bundle([BANDED, BANDED], 32, 8, 128)
     rotation = Rotation(bundle.model.rope, bundle.tensors["rope.inv_freq"])
     held: dict[int, int] = {}
@@ -534,3 +534,5 @@ def test_tables_on_a_device_are_what_the_geometry_says():
     predicted = bundle.geometry.resident_bytes
     assert predicted <= sum(held.values()) <= 1.1 * predicted
     assert predicted > 2 * 8 * 128 * 128 * 7
+    assert kernels._turns is None
+    assert kernels.turns().nbytes == 3 * 2 * 8 * 64 * 128
