@@ -184,9 +184,11 @@ struct Alone {
     }
     __device__ __forceinline__ void go_by_bytes() {
         auto feed = byte_pages.feed(at.from, at.to);
+        Model numbers[ROWS][D / 32];
+        ask_query(numbers);
         __syncwarp();  // nobody reads what lies there any more
         feed.begin();
-        put_query();
+        put_query(numbers);
         feed.start();
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         byte_pages.run(feed, softmax);
@@ -195,9 +197,11 @@ struct Alone {
     }
     __device__ __forceinline__ void go_by_tiles() {
         typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
+        Model numbers[ROWS][D / 32];
+        ask_query(numbers);
         __syncwarp();  // as above
         flow.start();
-        put_query();
+        put_query(numbers);
         if (at.ends) exact.ask(exact_from(), at.lane, 32);
         keys.factors.reset();
         values.factors.reset();
@@ -212,15 +216,26 @@ struct Alone {
     __device__ __forceinline__ int places() const { return (static_cast<int>(gridDim.x) + at.params.h_kv) * WARPS; }
     __device__ __forceinline__ int exact_from() const { return C::Key::SINKS + max(at.key_packed, at.value_packed); }
 
-    // The query of the sequence and head to shared memory, scaled and bounded. The warp meets.
-    __device__ __forceinline__ void put_query() const {
+    // Asks for the query of the sequence and head; zeros where there is no row.
+    __device__ __forceinline__ void ask_query(Model (&numbers)[ROWS][D / 32]) const {
         const AttendParams& params = at.params;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             const int which = blockIdx.y * ROWS + row, token = at.token_of(which);
             const Model* from = static_cast<const Model*>(params.q) + at.sequence * params.q_sequence + token * params.q_token + (at.head * params.g + which - token * params.g) * params.q_head;
 #pragma unroll
-            for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = which < params.g * params.m ? Query<C>::bounded(to_float(from[32 * i + at.lane]) * params.scale) : 0.f;
+            for (int i = 0; i < D / 32; ++i) {
+                numbers[row][i] = Model();
+                if (which < params.g * params.m) numbers[row][i] = from[32 * i + at.lane];
+            }
+        }
+    }
+    // It goes to shared memory, scaled and bounded. The warp meets.
+    __device__ __forceinline__ void put_query(const Model (&numbers)[ROWS][D / 32]) const {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) at.query()[row * D + 32 * i + at.lane] = Query<C>::bounded(to_float(numbers[row][i]) * at.params.scale);
         }
         __syncwarp();
     }

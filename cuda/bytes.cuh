@@ -202,8 +202,10 @@ struct BytePages {
 
     // New maxima for all rows.
     __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
-        take_sums();
-        if constexpr (V::SPARSE) take_value_outliers();
+        if (!L::ALONE || V::SPARSE || maximum[0] != minus_infinity()) {  // of a warp alone there may be none yet (with outliers it takes longer to ask: measured)
+            take_sums();
+            if constexpr (V::SPARSE) take_value_outliers();
+        }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
