@@ -1,6 +1,6 @@
 // Pack: numbers of a prompt or of the window -> pages. One kernel; nothing is allocated and the host is not asked.
 //
-// Bytes: every number is read once (2), 0.25 to 0.6 are written. Operations: see docs/kernels.md.
+// Bytes: every number is read once (2), 0.25 to 0.6 are written. Operations: see docs/packing.md.
 //
 // The order of work on a page: numbers come to shared memory (rotary embedding is undone, means are taken off, vectors rotated);
 // outliers are found, limited and counted; the CTAs of the page agree where each tile's list begins; scales; codes; corrections;
