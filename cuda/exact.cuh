@@ -136,22 +136,22 @@ struct Exact {
 #pragma unroll 1
         for (int i = begin; i < tiles; i += step) {
             const Pair place = pair_at(i * TILE, count), of{token_of(place.low), token_of(place.high)};
-            float score[NT][4];
+            float score[1][NT][4];
             Read read;
             if constexpr (EARLY) read_values(values, of, read);
-            scores(keys, of, score);
+            scores(keys, of, score[0]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int newest = at.newest(8 * n + 2 * at.c + e % 2), token = e / 2 ? of.high : of.low;
                     const bool there = i * TILE + at.r + e / 2 * 8 < count;
-                    if (!there || token > newest || (L::SLIDING && token <= newest - at.params.window) || !at.in_phase(e % 2, 0)) score[n][e] = minus_infinity();
+                    if (!there || token > newest || (L::SLIDING && token <= newest - at.params.window) || !at.in_phase(e % 2, 0)) score[0][n][e] = minus_infinity();
                 }
             }
             softmax.soften(score);
             unsigned b[NT][2];
-            Softmax<C>::operands(score, b);
+            Softmax<C>::operands(score[0], b);
             if constexpr (EARLY) add_values(read, b);
             else add_values(values, of, b);
         }

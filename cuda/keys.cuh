@@ -113,7 +113,7 @@ struct Keys {
     __device__ __forceinline__ void scores(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
 #pragma unroll
         for (int n = 0; n < N; ++n) fill<L>(score[n], 0.f);
-        if constexpr (L::KEY_CODES || K::RANK > 0 || L::KEY_OUTLIERS) dense(stages, query.paged(turn), score);
+        if constexpr (L::KEY_CODES || K::RANK > 0 || L::KEY_OUTLIERS) dense(stages, turn, score);
 #pragma unroll
         for (int n = 0; n < N; ++n) finish(stages[n], score[n]);
     }
@@ -125,8 +125,8 @@ struct Keys {
         }
     }
 
-    // What all pages' zero points add to the scores of a turn.
-    __device__ __forceinline__ void add_zeros(int turn, float (&score)[NT][4]) const {
+    // What all pages' zero points add to the scores of a turn, of its i-th tile where tiles share columns.
+    __device__ __forceinline__ void add_zeros(int turn, int i, float (&score)[NT][4]) const {
         if constexpr (L::CHANNELS_FOLDED && L::ROPE) {
             const uint4* zero_keys = reinterpret_cast<const uint4*>(at.shared + L::ZERO_KEYS) + at.tile * STEPS * 32 + at.lane;
             float sum[2][NT][4];  // apart: the scores of tiles that are not there stay minus infinity; two, so that a product need not wait for the one before
@@ -136,7 +136,7 @@ struct Keys {
             for (int s = 0; s < SHARE; ++s) {
                 const uint4 x = zero_keys[at.step(s) * 32];
                 const unsigned a[4] = {x.x, x.y, x.z, x.w};
-                query.multiply_paged(a, query.paged(turn), s, sum[s % 2]);
+                query.multiply_paged(a, query.paged(turn, i), s, sum[s % 2]);
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -158,7 +158,12 @@ struct Keys {
     }
 
     template <int N>
-    __device__ __forceinline__ void dense(const unsigned char* const (&stages)[N], const unsigned* operand, float (&score)[N][NT][4]) {
+    __device__ __forceinline__ void dense(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
+        static_assert(L::STACK == 1 || N == L::STACK, "all tiles that share columns together");
+        const unsigned* operands[L::STACK];
+#pragma unroll
+        for (int i = 0; i < L::STACK; ++i) operands[i] = query.paged(turn, i);
+        auto operand_of = [&](int n) { return operands[L::STACK > 1 ? n : 0]; };
         using Tiles = typename L::template KeyTiles<N>;
         constexpr bool ACROSS = L::ROPE && !Rope<K, D>::LOCAL;  // RoPE's pairs go across steps
         Tiles codes;
@@ -175,7 +180,7 @@ struct Keys {
                 if constexpr (L::KEY_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (K::RANK > 0) {
                     const __half* factors_of_tile = reinterpret_cast<const __half*>(stages[n] + KeyStage::LEFT);
-                    factors.open(at, query, operand, stages[n] + KeyStage::SEGMENT);
+                    factors.open(at, query, operand_of(n), stages[n] + KeyStage::SEGMENT);
                     left[n][0] = factor_pair<K::RANK>(factors_of_tile, at.r, at.c), left[n][1] = factor_pair<K::RANK>(factors_of_tile, at.r + 8, at.c);
                     factors.add_scores(left[n], odd[n]);
                 }
@@ -224,15 +229,15 @@ struct Keys {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) whole[n][S][e] = a[e];
                 } else {
-                    query.multiply_paged(a, operand, S, S % 2 ? odd[n] : score[n]);
-                    if constexpr (L::KEY_IN_TWO) query.multiply_paged(left_over, operand, S, S % 2 ? odd[n] : score[n]);
+                    query.multiply_paged(a, operand_of(n), S, S % 2 ? odd[n] : score[n]);
+                    if constexpr (L::KEY_IN_TWO) query.multiply_paged(left_over, operand_of(n), S, S % 2 ? odd[n] : score[n]);
                 }
             },
             [&](int n) {
                 if constexpr (ACROSS) {
                     if constexpr (L::KEY_WIDE) Turning::turn_all(turning, wide[n], whole[n]);
                     else Turning::turn_all(turning, whole[n]);
-                    unrolled<SHARE>([&](auto step) { query.multiply_paged(whole[n][decltype(step)::value], operand, decltype(step)::value, decltype(step)::value % 2 ? odd[n] : score[n]); });
+                    unrolled<SHARE>([&](auto step) { query.multiply_paged(whole[n][decltype(step)::value], operand_of(n), decltype(step)::value, decltype(step)::value % 2 ? odd[n] : score[n]); });
                 }
 #pragma unroll
                 for (int m = 0; m < NT; ++m) {

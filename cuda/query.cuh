@@ -240,8 +240,9 @@ struct Query {
         }
     }
 
-    __device__ __forceinline__ int buffer(int turn) const { return L::ROPE ? at.group * 2 + turn % 2 : at.own(1); }
-    __device__ __forceinline__ const unsigned* paged(int turn) const { return at.words(L::PAGED_OPERAND) + buffer(turn) * L::QUERY_WORDS; }
+    // Of a turn, and of its i-th tile where tiles share columns.
+    __device__ __forceinline__ int buffer(int turn, int i) const { return L::ROPE ? (at.group * 2 + turn % 2) * L::STACK + i : at.own(1); }
+    __device__ __forceinline__ const unsigned* paged(int turn, int i = 0) const { return at.words(L::PAGED_OPERAND) + buffer(turn, i) * L::QUERY_WORDS; }
 
     // Takes the operands of a turn into registers.
     __device__ __forceinline__ void keep(int turn) {
@@ -268,7 +269,7 @@ struct Query {
     }
 };
 
-// The query turned by each unit's first position: a thread of the group has two neighbouring pairs of channels of some phases and rows.
+// The query turned by each unit's first position: a thread of the group has two neighbouring pairs of channels of some phases, or tiles that share columns, and rows.
 template <typename C>
 struct PageAngles {
     using L = Layout<C>;
@@ -276,7 +277,7 @@ struct PageAngles {
     static constexpr int COUPLES = L::ROPE ? K::ROPE_DIM / 4 : 1, THREADS = 32 * L::TILES * L::PARTS;
     static constexpr int MINE = (COUPLES + THREADS - 1) / THREADS;                     // couples of pairs of a thread
     static constexpr int SHARERS = THREADS > COUPLES ? THREADS / COUPLES : 1;          // threads of a couple
-    static constexpr int BY_PHASE = SHARERS >= 4 && L::PHASES >= 4 ? 4 : SHARERS >= 2 && L::PHASES >= 2 ? 2 : 1;
+    static constexpr int BY_PHASE = SHARERS >= 4 && L::TURN >= 4 ? 4 : SHARERS >= 2 && L::TURN >= 2 ? 2 : 1;
     static constexpr int BY_ROW = SHARERS / BY_PHASE;
 
     const Place<C>& at;
@@ -296,14 +297,14 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::PHASES > BY_PHASE || count > L::PHASES);
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::TURN > BY_PHASE || count > L::TURN);
             }
         }
     }
 
     // The query of the next turn, into its buffer. Of a couple's four channels two and two are neighbours, in whichever layout.
     __device__ __forceinline__ void turn_query(int turn) {
-        __half* const to = at.halves(L::PAGED_OPERAND) + (at.group * 2 + turn % 2) * L::QUERY_WORDS * 2;
+        __half* const to = at.halves(L::PAGED_OPERAND) + (at.group * 2 + turn % 2) * L::STACK * L::QUERY_WORDS * 2;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
@@ -311,7 +312,7 @@ struct PageAngles {
             const float* const q = (K::ROTATE ? at.floats(L::PAGED_QUERY) : at.query()) + first_row * L::D;
             unsigned *const a_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(a_at)), *const b_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(b_at));
 #pragma unroll
-            for (int phase = 0; phase < L::PHASES; phase += BY_PHASE) {
+            for (int phase = 0; phase < L::TURN; phase += BY_PHASE) {
                 float cosine[2], sine[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -326,7 +327,8 @@ struct PageAngles {
                     float u[2], v[2];
 #pragma unroll
                     for (int i = 0; i < 2; ++i) u[i] = x[i] * cosine[i] + y[i] * sine[i], v[i] = y[i] * cosine[i] - x[i] * sine[i];
-                    const int n = Query<C>::column_half((L::NT == 1 ? (phase + first_phase) * L::PITCH : 0) + first_row + more) / 2;
+                    const int tile = phase + first_phase, first = L::STACK > 1 ? tile * L::QUERY_WORDS : L::NT == 1 ? Query<C>::column_half(tile * L::PITCH) / 2 : 0;
+                    const int n = first + Query<C>::column_half(first_row + more) / 2;
                     a_to[n] = pack(u[0], K::INTERLEAVED ? v[0] : u[1]), b_to[n] = pack(K::INTERLEAVED ? u[1] : v[0], v[1]);
                 }
             }

@@ -36,25 +36,32 @@ struct Softmax {
 
     // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half, and 2^3 times a token's
     // scale leaves room for scales of thousands.
-    __device__ __forceinline__ void soften(float (&score)[NT][4]) {
+    template <int S>  // tiles that share columns
+    __device__ __forceinline__ void soften(float (&score)[S][NT][4]) {
         constexpr float SLACK = L::VALUE_FOLDED ? 3.f : 8.f;
-        if constexpr (L::CAPPED) cap(score);
         bool over = false;
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        for (int s = 0; s < S; ++s) {
+            if constexpr (L::CAPPED) cap(score[s]);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) over |= score[n][e] > maximum[n][e % 2] + SLACK;
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) over |= score[s][n][e] > maximum[n][e % 2] + SLACK;
+            }
         }
         if (__any_sync(~0u, over)) raise(score);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        for (int s = 0; s < S; ++s) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                score[n][e] = exp2_fast(score[n][e] - (maximum[n][e % 2] == minus_infinity() ? 0.f : maximum[n][e % 2]));
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    score[s][n][e] = exp2_fast(score[s][n][e] - (maximum[n][e % 2] == minus_infinity() ? 0.f : maximum[n][e % 2]));
+                }
+                if constexpr (L::VALUE_RESTORED) round(score[s][n]);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[n][e % 2] += score[s][n][e];
             }
-            if constexpr (L::VALUE_RESTORED) round(score[n]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[n][e % 2] += score[n][e];
         }
     }
 
@@ -80,13 +87,16 @@ struct Softmax {
         }
     }
 
-    __device__ __forceinline__ void raise(const float (&score)[NT][4]) {
+    template <int S>
+    __device__ __forceinline__ void raise(const float (&score)[S][NT][4]) {
         float factor[NT][2], highest[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float top = fmaxf(score[n][e], score[n][e + 2]);
+                float top = fmaxf(score[0][n][e], score[0][n][e + 2]);
+#pragma unroll
+                for (int s = 1; s < S; ++s) top = fmaxf(top, fmaxf(score[s][n][e], score[s][n][e + 2]));
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
                 highest[n][e] = fmaxf(top, maximum[n][e]);

@@ -39,7 +39,7 @@ struct TilePages {
     using V = typename C::Value;
     using KeyStage = typename L::KeyStage;
     using ValueStage = typename L::ValueStage;
-    static constexpr int T = L::T, NT = L::NT, PHASES = L::PHASES, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
+    static constexpr int T = L::T, NT = L::NT, TURN = L::TURN, STACK = L::STACK, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
 
     Place<C>& at;
     Query<C>& query;
@@ -57,7 +57,7 @@ struct TilePages {
     // outliers: its lists are asked for meanwhile.
     template <bool KP, bool VP>
     struct Flow {
-        static constexpr int B = L::BATCH, COPIES = 2 * L::TURNS * (PHASES / B);  // of the ring
+        static constexpr int B = L::BATCH, COPIES = 2 * SLOTS / B;  // of the ring
         const int each, first, count;
         unsigned char* const ring;
         typename Fed<KP>::template By<L, K, KeyStage, B> keys;
@@ -74,9 +74,9 @@ struct TilePages {
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
             if (count <= 0) return;
-            for (int turn = 0; turn < L::TURNS; ++turn) {
-                for (int p = 0; p < PHASES; p += B) feed_key(ring + (turn * PHASES + p) * L::STAGE_BYTES);
-                for (int p = 0; p < PHASES; p += B) feed_value(ring + (turn * PHASES + p) * L::STAGE_BYTES);
+            for (int slot = 0; slot < SLOTS; slot += TURN) {
+                for (int p = 0; p < TURN; p += B) feed_key(ring + (slot + p) * L::STAGE_BYTES);
+                for (int p = 0; p < TURN; p += B) feed_value(ring + (slot + p) * L::STAGE_BYTES);
             }
         }
         // Waits for what was copied before it was started.
@@ -110,7 +110,7 @@ struct TilePages {
     template <bool KP, bool VP>
     __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
-        constexpr int B = L::BATCH, N = PHASES / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
+        constexpr int B = L::BATCH, N = TURN / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
         constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
         const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together
@@ -128,14 +128,16 @@ struct TilePages {
         }
         unsigned char* stages = ring;
 #pragma unroll 1
-        for (int done = 0, turn = 0; done < count; done += PHASES, ++turn) {
-            const int live = min(PHASES, count - done);
+        for (int done = 0, turn = 0; done < count; done += TURN, ++turn) {
+            const int live = min(TURN, count - done);
             const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
-            unsigned char* const next = stages + PHASES * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + PHASES * L::STAGE_BYTES;
-            if (PHASES > 1 && live < PHASES) arrived<0>();  // the last turn: its groups are not counted
+            unsigned char* const next = stages + TURN * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + TURN * L::STAGE_BYTES;
+            if (TURN > 1 && live < TURN) arrived<0>();  // the last turn: its groups are not counted
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
-            float score[NT][4];
-            fill<L>(score, minus_infinity());
+            static_assert(STACK == 1 || B == STACK, "all tiles that share columns together");
+            float score[STACK][NT][4];
+#pragma unroll
+            for (int i = 0; i < STACK; ++i) fill<L>(score[i], minus_infinity());
 #pragma unroll 1
             for (int p = 0; p < live; p = rolled(p + B)) {
                 arrived<OTHERS>();
@@ -153,33 +155,35 @@ struct TilePages {
                     for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), exact.kept(exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length)), of_tiles[i]);
                 }
 #pragma unroll
-                for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score);
+                for (int i = 0; i < B; ++i) choose(of_tiles[i], p + i, live, score[STACK > 1 ? i : 0]);
                 __syncwarp();
                 if constexpr (KEY_LISTS) outliers.clear();
                 flow.feed_key(stages + p * L::STAGE_BYTES);
             }
             if constexpr (KP) {
-                keys.add_zeros(turn, score);
+#pragma unroll
+                for (int i = 0; i < STACK; ++i) keys.add_zeros(turn, i, score[i]);
                 if constexpr (L::ROPE) angles.turn_query(turn + 1);
-                if constexpr (L::PARTS > 1) leave_scores(turn, score);
+                if constexpr (L::PARTS > 1) leave_scores(turn, score[0]);
                 if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
-                if constexpr (L::PARTS > 1) add_scores(turn, score);
-                keys.shift(score);
+                if constexpr (L::PARTS > 1) add_scores(turn, score[0]);
+#pragma unroll
+                for (int i = 0; i < STACK; ++i) keys.shift(score[i]);
             }
-            if constexpr (L::SLIDING) hide(token, score);
+            if constexpr (L::SLIDING) hide(token, score[0]);
             softmax.soften(score);
             if constexpr (VP) {
                 if constexpr (L::VALUE_FOLDED) arrived<COPIES - N>();
                 values.take(stages + KeyStage::BYTES, live, score);
             } else {
-                Softmax<C>::operands(score, values.scaled);
+                Softmax<C>::operands(score[0], values.scaled[0]);
             }
 #pragma unroll 1
             for (int p = 0; p < live; p = rolled(p + B)) {
                 arrived<OTHERS>();
                 if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
                 if (VALUE_LISTS && p + B < live) ask_values(stages, p + B, live);
-                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - PHASES);
+                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - TURN);
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll
@@ -189,7 +193,7 @@ struct TilePages {
 #pragma unroll
                     for (int i = 0; i < B; ++i) {
                         unsigned b[NT][2];
-                        softmax.of_phase(values.scaled, p + i, b);
+                        softmax.of_phase(values.scaled[0], p + i, b);
                         exact.add_values(typename Exact<C>::template Vectors<false>(at), exact.kept(exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length)), b);
                     }
                 }
@@ -212,7 +216,7 @@ struct TilePages {
     // The tile that a batch at phase p works on in its place i: the first one again where there is no other; that does no harm.
     static __device__ __forceinline__ int tile_at(int i, int p, int live) { return i && p + i < live ? p + i : p; }
 
-    // Takes the columns of a phase, if it has a tile.
+    // Takes the columns of a phase, if it has a tile; all of them, where tiles share columns.
     __device__ __forceinline__ void choose(const float (&of_tile)[NT][4], int phase, int live, float (&score)[NT][4]) const {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {

@@ -23,7 +23,7 @@ struct Values {
     Channels<V, C, false> of_head;
     static constexpr bool BOTH = (L::VALUE_OUTLIERS || V::RANK > 0) && L::VALUE_FOLDED;
     // A turn's probabilities as second operands: times the tokens' scales where these are folded, and for the other parts without them.
-    unsigned scaled[NT][2], unscaled[NT][2];
+    unsigned scaled[L::STACK][NT][2], unscaled[L::STACK][NT][2];
 
     __device__ __forceinline__ Values(const Place<C>& place, Softmax<C>& s, Outliers<C>& o) : at(place), softmax(s), outliers(o) {}
 
@@ -40,17 +40,20 @@ struct Values {
     }
 
     // Takes the probabilities of a turn of `live` phases, whose stages follow each other from `stages` on and have arrived.
-    __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[NT][4]) {
-        if constexpr (BOTH) Softmax<C>::operands(p, unscaled);
-        if constexpr (L::VALUE_FOLDED) fold_scales(stages, live, p);
-        Softmax<C>::operands(p, scaled);
+    __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[L::STACK][NT][4]) {
+#pragma unroll
+        for (int i = 0; i < L::STACK; ++i) {
+            if constexpr (BOTH) Softmax<C>::operands(p[i], unscaled[i]);
+            if constexpr (L::VALUE_FOLDED) fold_scales(stages, i, live, p[i]);
+            Softmax<C>::operands(p[i], scaled[i]);
+        }
     }
 
-    // p = p * scale of the token; p * zero is the same for all channels and added up apart.
-    __device__ __forceinline__ void fold_scales(const unsigned char* stages, int live, float (&p)[NT][4]) {
+    // p = p * scale of the token; p * zero is the same for all channels and added up apart. i: as in Keys::add_zeros.
+    __device__ __forceinline__ void fold_scales(const unsigned char* stages, int i, int live, float (&p)[NT][4]) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int phase = L::PHASES == 1 ? 0 : min(L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
+            const int phase = L::TURN == 1 ? 0 : min(L::STACK > 1 ? i : L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
             const unsigned char* stage = stages + phase * L::STAGE_BYTES;
             const int token = at.r + e / 2 * 8;
             const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]) * L::VALUE_SPREAD;
@@ -72,11 +75,11 @@ struct Values {
         unsigned b[N][NT][2];
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
-                softmax.of_phase(scaled, phase + n, b[n]);
+                softmax.of_phase(scaled[stacked(n)], phase + n, b[n]);
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (V::RANK > 0) {
                     unsigned p[NT][2];
-                    softmax.of_phase(BOTH ? unscaled : scaled, phase + n, p);
+                    softmax.of_phase((BOTH ? unscaled : scaled)[stacked(n)], phase + n, p);
                     factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), p);
                 }
             },
@@ -94,10 +97,12 @@ struct Values {
             });
     }
 
+    static __device__ __forceinline__ constexpr int stacked(int n) { return L::STACK > 1 ? n : 0; }
+
     // Adds the outliers of the batch's tile n.
     __device__ __forceinline__ void add_outliers(int n, int phase) {
         unsigned b[NT][2];
-        softmax.of_phase(BOTH ? unscaled : scaled, phase, b);
+        softmax.of_phase((BOTH ? unscaled : scaled)[stacked(n)], phase, b);
 #pragma unroll
         for (int u = 0; u < SHARE; ++u) {
             unsigned a[4];

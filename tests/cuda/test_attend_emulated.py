@@ -330,7 +330,7 @@ def test_more_outliers_than_fit_a_word_of_counts(g):
     assert times_half(case(with_outliers(0.15), 2 * g), [300, 65, 310, 320]) < ALLOWED
 
 
-@pytest.mark.parametrize("g", [1, 4, 12])
+@pytest.mark.parametrize("g", [1, 4, 8, 12])
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_outliers_on_one_side_only(side, g):
     formats = with_outliers(0.02, 4)
@@ -404,6 +404,21 @@ def test_without_rope_on_reading(g):
 @pytest.mark.parametrize(("g", "m"), [(1, 2), (4, 4)])
 def test_several_new_tokens_are_causal(g, m):
     check(case(kvquant(4), 2 * g), [m, 64 + m, 400], m)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [kvquant(2), with_outliers(0.02), with_outliers(0.15), BANDED],
+    ids=["codes", "outliers", "many", "banded"],
+)
+@pytest.mark.parametrize(("g", "m"), [(5, 1), (8, 1), (4, 2)])
+def test_tiles_that_share_columns(formats, g, m):
+    """Five to eight query rows: two tiles a turn in the same columns, of which the last one may be missing."""
+    check(case(formats, 2 * g), [m, 65 + m, 130 + m, 300, 1100], m)
+
+
+def test_tiles_that_share_columns_with_a_cap():
+    check_scene(paged.Scene.of(case(kvquant(2), 16), [65, 400], scoring=Scoring(0, 20.0)))
 
 
 @pytest.mark.parametrize("d", [64, 256])

@@ -66,6 +66,11 @@ def test_no_races_of_rotated_keys(d, monkeypatch):
     assert races(case(LayerFormat(turned, turned), 4, d=d), [300, 65], monkeypatch) == 0
 
 
+@pytest.mark.parametrize("formats", [with_outliers(0.02), BANDED], ids=["outliers", "banded"])
+def test_no_races_of_tiles_that_share_columns(formats, monkeypatch):
+    assert races(case(formats, 16), [700, 65], monkeypatch) == 0
+
+
 def test_no_races_of_two_warps_a_tile(monkeypatch):
     factors = Format(64, Dense(2, "channel", 32), lowrank=LowRank(4, 2))
     assert races(case(LayerFormat(factors, factors), 4, d=256), [300, 65], monkeypatch) == 0
