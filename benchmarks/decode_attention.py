@@ -35,7 +35,8 @@ from runtime.units import Sharing
 
 D = 128
 L2_BYTES = 60 << 20  # of an H200, and some more
-MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8), "qwen2.5-7b": (28, 4)}  # query heads, kv heads
+# Query heads, kv heads.
+MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8), "qwen2.5-7b": (28, 4)}
 
 
 def nuq(bits: int, outliers: bool = True, t: int = 64) -> LayerFormat:

@@ -106,12 +106,13 @@ struct Layout {
     static constexpr float VALUE_SPREAD = !BYTES && (VALUE_FOLDED || VALUE_RESTORED) ? V::SPREAD : 1.f;
     static constexpr bool VALUE_RAW = V::BANDED && VALUE_SCALED_LATE && !BYTES;  // bytes of bands are left as they are
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
+    static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
     // Where query rows take all eight columns, tiles of a turn follow each other in the same columns: they share the running maximum, and what is paid once a turn but for
-    // turning the query. Without pages on one side alone, which are few.
-    static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
+    // turning the query. Where registers allow it, and not with pages on one side alone, which are few.
+    static constexpr bool STACK_FITS = TURNS_SHARED ? WARPS <= 12 : WARPS <= 8 && !K::SPARSE && !V::SPARSE;
+    static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && STACK_FITS && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
     static constexpr int STACK = STACKABLE && SLOTS % 2 == 0 ? 2 : 1, TURN = PHASES * STACK;  // tiles of a turn
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
-    static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
     // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
     static constexpr int BATCH = TURN > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;

@@ -195,9 +195,9 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
 
     takes: whether pages go by bytes; alone: what `takes_alone` says; b: sequences; tokens: the most that one holds;
     processors: multiprocessors.
-    Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if sequences are
-    short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or codes of many
-    bits, which take so much shared memory that few are left, only where sequences are short.
+    Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if
+    sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
+    codes of many bits, which take so much shared memory that few are left, only where sequences are short.
     """
     pairs = b * h_kv
     if pairs >= MANY * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
