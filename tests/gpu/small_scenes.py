@@ -27,10 +27,11 @@ def full_precision() -> None:
 
 
 def pages() -> None:
-    """Pages by bytes with one and two query rows a kv head, by tiles with one and four; warps of a block, and alone."""
+    """Pages by bytes with one and two query rows a kv head, by tiles with one, four and eight; warps of a block, and
+    alone."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
-            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kivi(2), 2), (kivi(2), 8)):
+            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kvquant(2), 16), (kivi(2), 8)):
                 scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
                 assert torch.isfinite(scene.run(scene.query())).all()
 
