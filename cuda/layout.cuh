@@ -5,7 +5,8 @@
 // add up their scores once a turn. In a turn it takes PHASES units one after the other. The eight
 // columns of a score matrix are then (phase, query row): column n belongs to phase n / PITCH and row n % PITCH. So what is paid
 // once a turn (softmax, transposition, turning the query) is paid for PHASES tiles, and no column of the matrix instruction idles
-// where query rows are few. With more than eight rows there are two column blocks and one phase.
+// where query rows are few. With five to eight rows there is one phase, and two tiles of a turn may share the columns (STACK). With more there are two column blocks and
+// one phase.
 //
 // Where pages go by bytes (cuda/bytes.cuh) a warp takes whole units, 64 tokens; there are no turns, and phases, places and groups mean nothing.
 #pragma once

@@ -227,11 +227,15 @@ struct Softmax {
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
             leave_output(weights, first);
-            __syncthreads();
-            __syncthreads();  // the first one is enough, but compute-sanitizer reports what it orders (docs/kernels.md)
+            meet_twice();
             add_teams(at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2)), first);
-            if (first + L::ROWS_AT_ONCE < ROWS) __syncthreads();
+            if (first + L::ROWS_AT_ONCE < ROWS) meet_twice();
         }
+    }
+    // Once is enough, but compute-sanitizer reports what one barrier orders here (docs/kernels.md).
+    static __device__ __forceinline__ void meet_twice() {
+        __syncthreads();
+        __syncthreads();
     }
 
     // Every team's maximum and sum of the block's rows; all its warps have the same.
