@@ -244,11 +244,11 @@ class Step:
         self, kernels: PagedAttention, key: PagedSide, value: PagedSide, lengths: Tensor, offsets: Tensor, m: int,
         scale: float, tokens: int | None = None,
     ):  # fmt: skip
-        b, rows = lengths.numel(), kernels.g * m
+        b, rows, most = lengths.numel(), kernels.g * m, tokens
         tokens = key.table.shape[1] * kernels.key.format.t if tokens is None else tokens
         for name, side, geometry in (("keys", key, kernels.key), ("values", value, kernels.value)):
-            check_window(name, side, geometry.format, m, kernels.scoring.window)
-        self._formats, self._m = (kernels.key.format, kernels.value.format), m
+            check_window(name, side, geometry.format, m, kernels.scoring.window, most)
+        self._formats, self._m, self._sliding = (kernels.key.format, kernels.value.format), m, kernels.scoring.window
         module = kernels.module(rows, kernels.sharing(rows, b, tokens))
         self._write, self._attend, self._merge = (module.kernel(name) for name in ("write_tokens", "attend", "merge"))
         self._threads, self._shared = module.integers["attend_threads"], module.integers["attend_shared"]
@@ -313,7 +313,7 @@ class Step:
         if self._debug and not torch.cuda.is_current_stream_capturing():
             key, value, lengths, _ = self._kept
             for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
-                check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()])
+                check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()], self._sliding)
         params = self.params
         params.q, params.follows = q.data_ptr(), int(follows)
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
@@ -348,16 +348,18 @@ def _strides(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     return strides
 
 
-def check_window(name: str, side: PagedSide, fmt: Format, m: int, sliding: int = 0) -> None:
+def check_window(name: str, side: PagedSide, fmt: Format, m: int, sliding: int = 0, tokens: int | None = None) -> None:
     """Raises KernelError where the window has not room for all tokens that are exact when m new ones have come.
 
-    sliding: how many tokens a query sees (0: all). Without pages the window has what one query sees, or all tokens.
+    sliding: how many tokens a query sees (0: all); tokens: that a sequence holds at most (None: nobody says). Without
+    pages the window has what one query sees, or all tokens.
     """
     if not fmt.parts:
-        if sliding and m > 1 and side.window.shape[1] < sliding + m - 1:
+        needed = sliding + m - 1 if tokens is None else min(sliding + m - 1, tokens)
+        if sliding and m > 1 and side.window.shape[1] < needed:
             raise jit.KernelError(
                 f"{name}: a window of {side.window.shape[1]} tokens; {m} new ones that see {sliding} each need "
-                f"{sliding + m - 1}: make it longer, or take fewer new tokens at once"
+                f"{needed}: make it longer, or take fewer new tokens at once"
             )
         return
     needed = fmt.window.recent + fmt.t - 1 + m
@@ -368,10 +370,11 @@ def check_window(name: str, side: PagedSide, fmt: Format, m: int, sliding: int =
         )
 
 
-def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int]) -> None:
+def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int], sliding: int = 0) -> None:
     """Raises KernelError where a sequence of so many cached tokens has pages that its table or the pool has not.
 
-    name: of the side, for messages. lengths: of each sequence, without the step's new tokens
+    name: of the side, for messages. lengths: of each sequence, without the step's new tokens. sliding: how many tokens
+    a query sees (0: all): ids of pages that lie wholly behind that are not read, and may be any.
     """
     if not fmt.parts:
         return  # no pages
@@ -384,7 +387,8 @@ def check_tables(name: str, side: PagedSide, fmt: Format, lengths: Sequence[int]
                 f"{name}: {n} tokens of sequence {i} fill {pages} pages, its block table has {room}: "
                 "give it more columns"
             )
-        check_ids(side.table[i : i + 1, :pages], 0, side.heads.shape[0], i)
+        behind = max(0, n + 1 - sliding - fmt.window.sinks) // fmt.t if sliding else 0
+        check_ids(side.table[i : i + 1, behind:pages], behind, side.heads.shape[0], i)
 
 
 def check(key: PageGeometry, value: PageGeometry, h_q: int, dtype: torch.dtype) -> None:

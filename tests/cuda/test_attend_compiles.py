@@ -258,13 +258,43 @@ def test_what_the_kernels_do_not_cover(changes, message) -> None:
     ],
 )
 def test_block_tables_are_checked(lengths: list[int], table: list[list[int]], message: str | None) -> None:
+    fmt, side = paged_side(table)
+    with nullcontext() if message is None else pytest.raises(jit.KernelError, match=message):
+        attention.check_tables("keys", side, fmt, lengths)
+
+
+def paged_side(table: list[list[int]]) -> tuple[Format, attention.PagedSide]:
+    """Keys behind four sinks, in a pool of three pages."""
     fmt = replace(kivi(2).key, window=Window(4, 0))
     pool = PagePool(PageGeometry.of(fmt, 2, 64, "key"), 3)
     window = torch.zeros(2, 64, 2, 64)
     ids = torch.tensor(table, dtype=torch.int32)
-    side = attention.PagedSide(pool.heads, pool.records, pool.segments, ids, window[:, :4], window)
+    return fmt, attention.PagedSide(pool.heads, pool.records, pool.segments, ids, window[:, :4], window)
+
+
+@pytest.mark.parametrize(
+    ("sliding", "behind"), [(135, 0), (134, 1), (71, 1), (70, 2), (7, 2), (6, 3), (1, 3), (400, 0), (0, 0)]
+)
+def test_ids_of_pages_behind_a_window_may_be_any(sliding: int, behind: int) -> None:
+    """Of 201 tokens, of which the last five are exact, the next one sees so many and itself."""
+    n = 4 + 3 * 64 + 5
+    for page in range(3):
+        fmt, side = paged_side([[-1 if i == page else 0 for i in range(3)]])
+        with nullcontext() if page < behind else pytest.raises(jit.KernelError, match=f"page {page} of sequence 0"):
+            attention.check_tables("keys", side, fmt, [n], sliding)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(None, "keys: a window of 50 tokens; 3 new ones that see 100 each need 102"), (50, None), (60, "need 60")],
+)
+def test_rings_hold_what_several_new_tokens_see(tokens: int | None, message: str | None) -> None:
+    """Without pages: all of it, or all tokens that a sequence ever holds."""
+    fmt = unpaged(2, 64)[0].format
+    none, window = torch.empty(0, dtype=torch.uint8), torch.zeros(1, 50, 2, 64)
+    side = attention.PagedSide(none, none, none, none.int().expand(1, 0), window[:, :0], window)
     with nullcontext() if message is None else pytest.raises(jit.KernelError, match=message):
-        attention.check_tables("keys", side, fmt, lengths)
+        attention.check_window("keys", side, fmt, 3, 100, tokens)
 
 
 @pytest.mark.parametrize(
