@@ -1,6 +1,6 @@
 """Registers of the attention kernels: what they have, what they spill, and what they would take. Needs no GPU.
 
-    python -m benchmarks.attend_registers [--arch sm_90a] [--models llama2-7b llama3-8b] [--formats kivi2-g32 ...]
+    python -m benchmarks.attend_registers [--arch sm_90a] [--models llama2-7b ...] [--formats kivi2-g32 ...]
 
 --way says how work is dealt out, as that of `benchmarks.decode_attention`. `wanted` is what the compiler takes with
 room for 255 registers a thread. A kernel that wants more than it has waits for what it looks up, or spills.

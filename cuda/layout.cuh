@@ -40,7 +40,8 @@ struct Limits {
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
-// C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, TURNS (that a warp's ring holds).
+// C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, STACK, TURNS (of one tile a phase, that a
+// warp's ring holds).
 // What all warps of a block read of the line (line.cuh): lengths and first positions of 32 sequences; where heads are weighed, what a unit of all heads
 // before one weighs.
 struct LineChunk {
@@ -110,9 +111,10 @@ struct Layout {
     static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
     // Where query rows take all eight columns, tiles of a turn follow each other in the same columns: they share the running maximum, and what is paid once a turn but for
     // turning the query. Where registers allow it, and not with pages on one side alone, which are few.
-    static constexpr bool STACK_FITS = TURNS_SHARED ? WARPS <= 12 : WARPS <= 8 && !K::SPARSE && !V::SPARSE;
+    static constexpr int SHARE_REGISTERS = WARPS * C::BLOCKS;  // so many warps
+    static constexpr bool STACK_FITS = TURNS_SHARED ? SHARE_REGISTERS <= 12 : SHARE_REGISTERS <= 8 && !K::SPARSE && !V::SPARSE && Rope<K, D>::LOCAL;
     static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && STACK_FITS && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
-    static constexpr int STACK = STACKABLE && SLOTS % 2 == 0 ? 2 : 1, TURN = PHASES * STACK;  // tiles of a turn
+    static constexpr int STACK = C::STACK, TURN = PHASES * STACK;  // tiles of a turn
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
     static constexpr int BATCH = TURN > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
@@ -183,6 +185,7 @@ struct Layout {
     static constexpr int ROOM = WARPS * WARP_BYTES / (TEAMS * OUT_ROW * 4), ROWS_AT_ONCE = ROOM < ROWS ? ROOM : ROWS;
     // Whether it fits so many bytes, and the ring holds a row of each team's output; if warps are alone, a query and the codebooks.
     static constexpr bool fits(int bytes) {
+        if (STACK > 1 && !STACKABLE) return false;
         if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
         return SHARED <= bytes && ROWS_AT_ONCE > 0;
     }
@@ -249,6 +252,8 @@ struct Place : Task {
         key_packed = L::template packed<typename L::K>(length - params.m);
         value_packed = L::template packed<typename L::V>(length - params.m);
     }
+    // Units that nobody sees, packed or not.
+    __device__ __forceinline__ int behind() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window - L::K::SINKS) / L::T : 0; }
     // Units of which both sides are packed, and how many of these nobody sees.
     __device__ __forceinline__ int units() const { return L::units_of(min(key_packed, value_packed)); }
     __device__ __forceinline__ int hidden() const { return L::hidden(params, length - params.m); }
@@ -300,17 +305,18 @@ __device__ __forceinline__ void fill(float (&score)[L::NT][4], float x) {
 }
 
 // Warps, units, phases and turns that fit: as many warps as registers allow, then as many tiles a turn as memory holds.
-template <typename Shape, int W, int U, int P, int N>
+template <typename Shape, int W, int U, int P, int N, int S>
 struct Sized : Shape {
     static constexpr bool BYTES = N == 0;  // then there is no ring
-    static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, TURNS = N;
+    static constexpr int PARTS = Limits<Shape>::PARTS, WARPS = W, UNIT = U, PHASES = P, STACK = S, TURNS = N;
 };
 
-template <int W, int U, int P, int N>
+// S: tiles of a turn that share columns.
+template <int W, int U, int P, int N, int S = 1>
 struct Choice {
     template <typename Shape>
     struct For {
-        using Config = Sized<Shape, W, U, P, N>;
+        using Config = Sized<Shape, W, U, P, N, S>;
     };
     template <typename Shape>
     static constexpr bool fits() {
@@ -318,9 +324,9 @@ struct Choice {
         if constexpr (Shape::ALONE && !L::ALONE) return false;
         else if constexpr (W > 0 && N == 0) {
             if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
-            else return Layout<Sized<Shape, W, U, P, N>>::fits(L::SHARED);
+            else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
         } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
-        else return Layout<Sized<Shape, W, U, P, N>>::fits(L::SHARED);
+        else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
     }
 };
 
@@ -349,11 +355,11 @@ struct List {
 // Four slots a warp hide the memory's latency.
 using AllChoices = List<
     Choice<12, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>, Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>, Choice<3, 64, 1, 0>,  // by bytes
-    Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
-    Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 2, 1>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
-    Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
-    Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
-    Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
+    Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
+    Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 2, 1>, Choice<8, 64, 1, 4, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
+    Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
+    Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4, 2>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
+    Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
 // Warps alone, whose pages go by bytes or by tiles.
 using AloneChoices = List<Choice<12, 64, 1, 0>, Choice<11, 64, 1, 0>, Choice<10, 64, 1, 0>, Choice<9, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>,
                           Choice<6, 64, 1, 0>, Choice<5, 64, 1, 0>, Choice<4, 64, 1, 0>,

@@ -100,10 +100,10 @@ struct TilePages {
 
     // Units of packed values whose keys are exact still, and the other way round. Which side is ahead, window and page size of both say.
     __device__ __forceinline__ void exact_keys() {
-        if constexpr (L::KEYS_BEHIND) units<false, true>(at.key_packed / T, at.value_packed / T);
+        if constexpr (L::KEYS_BEHIND) units<false, true>(max(at.key_packed / T, at.behind()), at.value_packed / T);
     }
     __device__ __forceinline__ void exact_values() {
-        if constexpr (L::VALUES_BEHIND) units<true, false>(at.value_packed / T, at.key_packed / T);
+        if constexpr (L::VALUES_BEHIND) units<true, false>(max(at.value_packed / T, at.behind()), at.key_packed / T);
     }
 
     // Goes through the units of a flow that has been started.

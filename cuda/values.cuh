@@ -39,7 +39,7 @@ struct Values {
         factors.reset();
     }
 
-    // Takes the probabilities of a turn of `live` phases, whose stages follow each other from `stages` on and have arrived.
+    // Takes the probabilities of a turn of `live` tiles, whose stages follow each other from `stages` on and have arrived.
     __device__ __forceinline__ void take(const unsigned char* stages, int live, float (&p)[L::STACK][NT][4]) {
 #pragma unroll
         for (int i = 0; i < L::STACK; ++i) {
