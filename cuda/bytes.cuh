@@ -202,7 +202,7 @@ struct BytePages {
 
     // New maxima for all rows.
     __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
-        if (!L::ALONE || V::SPARSE || maximum[0] != minus_infinity()) {  // of a warp alone there may be none yet (with outliers it takes longer to ask: measured)
+        if (!L::ALONE || V::SPARSE || maximum[0] != minus_infinity()) {  // of a warp alone there may be none yet; with outliers asking takes longer than taking them (measured)
             take_sums();
             if constexpr (V::SPARSE) take_value_outliers();
         }

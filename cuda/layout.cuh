@@ -40,14 +40,14 @@ struct Limits {
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
-// C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, STACK, TURNS (of one tile a phase, that a
-// warp's ring holds).
 // What all warps of a block read of the line (line.cuh): lengths and first positions of 32 sequences; where heads are weighed, what a unit of all heads
 // before one weighs.
 struct LineChunk {
     int length[32], offset[32], before[32];
 };
 
+// C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, STACK, TURNS (of a tile a phase, that a
+// warp's ring holds).
 template <typename C>
 struct Layout {
     using K = typename C::Key;
@@ -111,13 +111,13 @@ struct Layout {
     static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
     // Where query rows take all eight columns, tiles of a turn follow each other in the same columns: they share the running maximum, and what is paid once a turn but for
     // turning the query. Where registers allow it, and not with pages on one side alone, which are few.
-    static constexpr int SHARE_REGISTERS = WARPS * C::BLOCKS;  // so many warps
-    static constexpr bool STACK_FITS = TURNS_SHARED ? SHARE_REGISTERS <= 12 : SHARE_REGISTERS <= 8 && !K::SPARSE && !V::SPARSE && Rope<K, D>::LOCAL;
+    static constexpr int RESIDENT = WARPS * C::BLOCKS;  // warps that share a multiprocessor's registers
+    static constexpr bool STACK_FITS = TURNS_SHARED ? RESIDENT <= 12 : RESIDENT <= 8 && !K::SPARSE && !V::SPARSE && Rope<K, D>::LOCAL;
     static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && STACK_FITS && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
-    static constexpr int STACK = C::STACK, TURN = PHASES * STACK;  // tiles of a turn
+    static constexpr int STACK = C::STACK, TURN_TILES = PHASES * STACK;  // tiles of a turn
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
-    static constexpr int BATCH = TURN > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
+    static constexpr int BATCH = TURN_TILES > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place
@@ -205,11 +205,10 @@ struct Layout {
     // Units of so many tokens.
     static __device__ __forceinline__ int units_of(int packed) { return (packed + T - 1) / T; }
     static __device__ __forceinline__ int units(int tokens) { return units_of(packed_by_both(tokens)); }
-    // Of a sequence of so many tokens without the new ones: units that none of these sees any more, and those that take part.
-    static __device__ __forceinline__ int hidden(const AttendParams& params, int tokens) {
-        if constexpr (SLIDING) return min(units(tokens), max(0, tokens + 1 - params.window - K::SINKS) / T);
-        else return 0;
-    }
+    // Of a sequence of so many tokens without the new ones: units that none of these sees any more, packed or not; those of both sides' pages; and those of these that
+    // take part.
+    static __device__ __forceinline__ int behind(const AttendParams& params, int tokens) { return SLIDING ? max(0, tokens + 1 - params.window - K::SINKS) / T : 0; }
+    static __device__ __forceinline__ int hidden(const AttendParams& params, int tokens) { return SLIDING ? min(units(tokens), behind(params, tokens)) : 0; }
     static __device__ __forceinline__ int seen(const AttendParams& params, int tokens) { return units(tokens) - hidden(params, tokens); }
 };
 
@@ -252,11 +251,10 @@ struct Place : Task {
         key_packed = L::template packed<typename L::K>(length - params.m);
         value_packed = L::template packed<typename L::V>(length - params.m);
     }
-    // Units that nobody sees, packed or not.
-    __device__ __forceinline__ int behind() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window - L::K::SINKS) / L::T : 0; }
-    // Units of which both sides are packed, and how many of these nobody sees.
+    // Units of which both sides are packed; how many of these nobody sees, and of all.
     __device__ __forceinline__ int units() const { return L::units_of(min(key_packed, value_packed)); }
     __device__ __forceinline__ int hidden() const { return L::hidden(params, length - params.m); }
+    __device__ __forceinline__ int behind() const { return L::behind(params, length - params.m); }
     // The first token that any new one sees, and the new token of a column's query row.
     __device__ __forceinline__ int low() const { return L::SLIDING ? max(0, length - params.m + 1 - params.window) : 0; }
     __device__ __forceinline__ int newest(int column) const { return length - params.m + min(token_of(blockIdx.y * L::ROWS + L::row_of(column)), params.m - 1); }

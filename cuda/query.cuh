@@ -277,7 +277,7 @@ struct PageAngles {
     static constexpr int COUPLES = L::ROPE ? K::ROPE_DIM / 4 : 1, THREADS = 32 * L::TILES * L::PARTS;
     static constexpr int MINE = (COUPLES + THREADS - 1) / THREADS;                     // couples of pairs of a thread
     static constexpr int SHARERS = THREADS > COUPLES ? THREADS / COUPLES : 1;          // threads of a couple
-    static constexpr int BY_PHASE = SHARERS >= 4 && L::TURN >= 4 ? 4 : SHARERS >= 2 && L::TURN >= 2 ? 2 : 1;
+    static constexpr int BY_PHASE = SHARERS >= 4 && L::TURN_TILES >= 4 ? 4 : SHARERS >= 2 && L::TURN_TILES >= 2 ? 2 : 1;
     static constexpr int BY_ROW = SHARERS / BY_PHASE;
 
     const Place<C>& at;
@@ -297,7 +297,7 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::TURN > BY_PHASE || count > L::TURN);
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::TURN_TILES > BY_PHASE || count > L::TURN_TILES);
             }
         }
     }
@@ -312,7 +312,7 @@ struct PageAngles {
             const float* const q = (K::ROTATE ? at.floats(L::PAGED_QUERY) : at.query()) + first_row * L::D;
             unsigned *const a_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(a_at)), *const b_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(b_at));
 #pragma unroll
-            for (int phase = 0; phase < L::TURN; phase += BY_PHASE) {
+            for (int phase = 0; phase < L::TURN_TILES; phase += BY_PHASE) {
                 float cosine[2], sine[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {

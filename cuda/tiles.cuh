@@ -39,7 +39,7 @@ struct TilePages {
     using V = typename C::Value;
     using KeyStage = typename L::KeyStage;
     using ValueStage = typename L::ValueStage;
-    static constexpr int T = L::T, NT = L::NT, TURN = L::TURN, STACK = L::STACK, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
+    static constexpr int T = L::T, NT = L::NT, TURN_TILES = L::TURN_TILES, STACK = L::STACK, SHARERS = L::SHARERS, HOP = L::HOP, SLOTS = L::SLOTS;
 
     Place<C>& at;
     Query<C>& query;
@@ -74,9 +74,9 @@ struct TilePages {
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
             if (count <= 0) return;
-            for (int slot = 0; slot < SLOTS; slot += TURN) {
-                for (int p = 0; p < TURN; p += B) feed_key(ring + (slot + p) * L::STAGE_BYTES);
-                for (int p = 0; p < TURN; p += B) feed_value(ring + (slot + p) * L::STAGE_BYTES);
+            for (int slot = 0; slot < SLOTS; slot += TURN_TILES) {
+                for (int p = 0; p < TURN_TILES; p += B) feed_key(ring + (slot + p) * L::STAGE_BYTES);
+                for (int p = 0; p < TURN_TILES; p += B) feed_value(ring + (slot + p) * L::STAGE_BYTES);
             }
         }
         // Waits for what was copied before it was started.
@@ -110,7 +110,7 @@ struct TilePages {
     template <bool KP, bool VP>
     __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
-        constexpr int B = L::BATCH, N = TURN / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
+        constexpr int B = L::BATCH, N = TURN_TILES / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
         constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
         const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together
@@ -128,11 +128,11 @@ struct TilePages {
         }
         unsigned char* stages = ring;
 #pragma unroll 1
-        for (int done = 0, turn = 0; done < count; done += TURN, ++turn) {
-            const int live = min(TURN, count - done);
+        for (int done = 0, turn = 0; done < count; done += TURN_TILES, ++turn) {
+            const int live = min(TURN_TILES, count - done);
             const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
-            unsigned char* const next = stages + TURN * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + TURN * L::STAGE_BYTES;
-            if (TURN > 1 && live < TURN) arrived<0>();  // the last turn: its groups are not counted
+            unsigned char* const next = stages + TURN_TILES * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + TURN_TILES * L::STAGE_BYTES;
+            if (TURN_TILES > 1 && live < TURN_TILES) arrived<0>();  // the last turn: its groups are not counted
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
             static_assert(STACK == 1 || B == STACK, "all tiles that share columns together");
             float score[STACK][NT][4];
@@ -183,7 +183,7 @@ struct TilePages {
                 arrived<OTHERS>();
                 if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
                 if (VALUE_LISTS && p + B < live) ask_values(stages, p + B, live);
-                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - TURN);
+                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - TURN_TILES);
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll

@@ -53,7 +53,7 @@ struct Values {
     __device__ __forceinline__ void fold_scales(const unsigned char* stages, int i, int live, float (&p)[NT][4]) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int phase = L::TURN == 1 ? 0 : min(L::STACK > 1 ? i : L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
+            const int phase = L::TURN_TILES == 1 ? 0 : min(L::STACK > 1 ? i : L::phase_of(2 * at.c + e % 2), live - 1);  // beyond, p is 0
             const unsigned char* stage = stages + phase * L::STAGE_BYTES;
             const int token = at.r + e / 2 * 8;
             const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]) * L::VALUE_SPREAD;

@@ -205,8 +205,8 @@ class PagedAttention:
         among sinks and newest tokens before `Step.run`;
         offsets: int32 [b], position of token 0. Both are read when the step runs. scale: of scores, usually d**-0.5.
         tokens: that a sequence holds at most (None: what its table has pages for): work is dealt out for these; with
-        longer ones results are the same, but it takes longer. A ring without pages that is shorter than what m new
-        tokens see is good for so many alone.
+        longer ones results are the same, but it takes longer. Where nothing is packed and a window slides, rings may
+        be shorter than what m new tokens see if they hold so many; then sequences must not grow longer.
         The first plan of a kind loads kernels and may make tables, which waits for the device: not within a capture.
         """
         return Step(self, key, value, lengths, offsets, m, scale, tokens)

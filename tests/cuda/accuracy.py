@@ -8,7 +8,7 @@ that test allows 2.
 
 import sys
 
-from tests.cuda.test_attend_emulated import ALLOWED, FLOOR, Emulated
+from tests.cuda.attention_emulated import ALLOWED, FLOOR, Emulated
 from tests.formats import CASES, Case
 from tests.gpu import paged
 

@@ -8,7 +8,8 @@ import pytest
 from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
 from runtime.attention import _Attend
 from runtime.units import MOST_ROWS, TYPES, Scoring, Sharing, attend_unit
-from tests.cuda.test_attend_emulated import BANDED, WEIGHED, Emulated, Module, build, case, in_pages_of, with_outliers
+from tests.cuda.attention_emulated import BANDED, Emulated, Module, build, case, in_pages_of, with_outliers
+from tests.cuda.test_attend_emulated import WEIGHED
 from tests.formats import Case, kivi, kvquant, without_outliers
 from tests.gpu import paged
 

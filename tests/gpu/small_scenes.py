@@ -31,7 +31,8 @@ def pages() -> None:
     alone."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
-            for formats, h_q in ((kvquant(2), 2), (kvquant(3), 4), (kvquant(4), 8), (kvquant(2), 16), (kivi(2), 8)):
+            by_bytes, by_tiles = ((kvquant(2), 2), (kvquant(3), 4)), ((kvquant(4), 8), (kvquant(2), 16))
+            for formats, h_q in (*by_bytes, *by_tiles, (kivi(2), 2), (kivi(2), 8)):
                 scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
                 assert torch.isfinite(scene.run(scene.query())).all()
 
