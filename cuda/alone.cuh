@@ -44,6 +44,7 @@ struct Alone {
     __device__ __forceinline__ void run() {
         if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         ask_tables(at, outliers, byte_pages);
+        if constexpr (L::PROJECTED) query.clear();
         make_tables<0>(at, keys, values, byte_pages);
         if constexpr (L::BYTES) byte_pages.prepare_starts();
         const AttendParams& params = at.params;
@@ -205,6 +206,7 @@ struct Alone {
         if (at.ends) exact.ask(exact_from(), at.lane, 32);
         keys.factors.reset();
         values.factors.reset();
+        if constexpr (L::PROJECTED) await_predecessor();
         query.load();
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
         tiles.pages(flow);

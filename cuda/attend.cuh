@@ -43,6 +43,7 @@ struct Attend {
         int length = 0, offset = 0;
         if (params.follows) length = numbers(params.lengths, 0), offset = numbers(params.offsets, 0);  // asked for first: all else waits for them
         ask_tables(at, outliers, byte_pages);
+        if constexpr (L::PROJECTED) query.clear();
         if constexpr (!TABLES_LATE) make_tables<0>(at, keys, values, byte_pages);
         if (!params.follows) {
             await_predecessor();
@@ -150,19 +151,17 @@ struct Attend {
             byte_pages.run(feed, softmax);
             there.take(at);
         } else {
-            constexpr bool RING_NEEDED = K::ROTATE || K::SKETCH > 0;  // for what becomes of the query
             if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
             typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);
             if (!opening) __syncthreads();  // as above
             keys.ask();
             if (opening) make_tables<L::TURNS_SHARED ? 1 : 0>(at, keys, values, byte_pages);
-            if constexpr (!RING_NEEDED) flow.start();
+            flow.start();
             load();
-            if constexpr (RING_NEEDED) copy_wait<0>();
-            else flow.await_earlier();  // before the barrier that ends what follows
+            flow.await_earlier();  // before the barrier that ends what follows
+            if constexpr (L::PROJECTED) await_predecessor();
             query.load();
             softmax.reset();
-            if constexpr (RING_NEEDED) flow.start();
             ParkedTask there(at, parked() + ParkedWalk::BYTES);
             tiles.pages(flow);
             there.take(at);

@@ -119,9 +119,9 @@ struct Keys {
     }
     __device__ __forceinline__ void finish(const unsigned char* stage, float (&score)[NT][4]) const {
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
-        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, L::SKETCH_OPERAND, L::SKETCH_FACTORS, score);
+        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, at.sketch_operand(), at.sketch_factors(), score);
         if constexpr (K::OUTLIER_SKETCH > 0) {
-            sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, score);
+            sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, at.outlier_operand(), at.outlier_factors(), score);
         }
     }
 
@@ -338,7 +338,7 @@ struct Keys {
     }
 
     // score += norm of the token * (signs of the token, projected query), this warp's share of the sketch. A word of a token meets the query in one
-    // product of bytes: a lane takes the bits c of its bytes, and 4 + c, as they stand (query.cuh: project).
+    // product of bytes: a lane takes the bits c of its bytes, and 4 + c, as they stand (query.cuh: sketched).
     template <int M, int STAGED>
     __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand, int factors, float (&score)[NT][4]) const {
         constexpr int WORDS = M / 32, IN_STAGE = STAGED / 32, MINE = (WORDS + L::PARTS - 1) / L::PARTS;  // words a token; STAGED: bits in the stage

@@ -34,8 +34,8 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
-    // Whether a warp makes of a query alone what pages need of it.
-    static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::ROTATE && !K::SKETCH && !K::OUTLIER_SKETCH && !K::EXACT && !Shape::SLIDING;
+    // Whether a warp can have sequences of its own.
+    static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
@@ -56,6 +56,7 @@ struct Layout {
     static constexpr bool ROPE = K::ROPE_DIM > 0, BYTES = C::BYTES;  // BYTES: pages go the way of cuda/bytes.cuh
     static constexpr bool EXACT = K::EXACT;  // there are no pages: a unit is so many tokens of the window
     static_assert(K::EXACT == V::EXACT, "of both sides");
+    static constexpr int PROJECTED = (K::ROTATE ? D : 0) + K::SKETCH + K::OUTLIER_SKETCH;  // numbers that cuda/project.cuh makes of a query
     static constexpr bool SLIDING = C::SLIDING;  // a query sees a window of the newest tokens
     static constexpr bool CAPPED = C::CAPPED;    // scores are bent (Softmax::cap)
     static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
@@ -143,16 +144,16 @@ struct Layout {
     template <int N>
     using ValueTiles = typename CodeWords<(V::BANDED > 0), VALUE_RAW, ValueWords>::template Of<N>;
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES, QUERY_BYTES = ROWS * D * 4;  // f32 [ROWS][D], of each warp if they are alone
-    static constexpr int PAGED_QUERY = QUERY + QUERY_BYTES * (ALONE ? WARPS : 1);                    // f32 [ROWS][D]
-    static constexpr int EXACT_OPERAND = PAGED_QUERY + (K::ROTATE ? QUERY_BYTES : 0);                // f16, likewise
+    static constexpr int EXACT_OPERAND = QUERY + QUERY_BYTES * (ALONE ? WARPS : 1);                  // f16, likewise
     static constexpr int PAGED_OPERAND = EXACT_OPERAND + (EXACT_LATE ? 0 : QUERY_WORDS * 4 * (ALONE ? WARPS : 1));  // f16 [buffers]
-    // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores.
+    // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores; of each warp if they are alone.
     static constexpr int SKETCH_ROWS = (ROWS + 1) / 2;  // operands
+    static constexpr int SKETCH_BYTES = SKETCH_ROWS * K::SKETCH * 8, OUTLIER_BYTES = SKETCH_ROWS * K::OUTLIER_SKETCH * 8, FACTOR_BYTES = COLUMNS * 8;
     static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][SKETCH / 32][32][8]
-    static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_ROWS * K::SKETCH * 8;
-    static constexpr int SKETCH_FACTORS = OUTLIER_OPERAND + SKETCH_ROWS * K::OUTLIER_SKETCH * 8;  // f32 [COLUMNS][2], also of outliers
-    static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? COLUMNS * 8 : 0);
-    static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? COLUMNS * 8 : 0);  // f32 [COLUMNS]: query times mean, of each warp if they are alone, like the sum
+    static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_BYTES * (ALONE ? WARPS : 1);
+    static constexpr int SKETCH_FACTORS = OUTLIER_OPERAND + OUTLIER_BYTES * (ALONE ? WARPS : 1);  // f32 [COLUMNS][2], also of outliers
+    static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? FACTOR_BYTES * (ALONE ? WARPS : 1) : 0);
+    static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? FACTOR_BYTES * (ALONE ? WARPS : 1) : 0);  // f32 [COLUMNS]: query times mean, of each warp if they are alone, like the sum
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4 * (ALONE ? WARPS : 1);                      // f32 [COLUMNS]
     static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 * (ALONE ? WARPS : 1) + 15) / 16 * 16;  // f32 [D], also zero; where a
     static constexpr int KEY_ZERO = KEY_SCALE + (KEY_FLOATS ? 4 * D : 0);   // tile needs them, f16 in channel_order
@@ -236,6 +237,11 @@ struct Place : Task {
     // The query, and where it is as the operand that meets exact tokens.
     __device__ __forceinline__ float* query() const { return floats(L::QUERY + own(L::QUERY_BYTES)); }
     __device__ __forceinline__ int exact_operand() const { return L::EXACT_LATE ? L::RING + warp * L::WARP_BYTES : L::EXACT_OPERAND + own(4 * L::QUERY_WORDS); }
+    // Of a sketch, and of outliers': the query's digits, and columns' factors.
+    __device__ __forceinline__ int sketch_operand() const { return L::SKETCH_OPERAND + own(L::SKETCH_BYTES); }
+    __device__ __forceinline__ int outlier_operand() const { return L::OUTLIER_OPERAND + own(L::OUTLIER_BYTES); }
+    __device__ __forceinline__ int sketch_factors() const { return L::SKETCH_FACTORS + own(L::FACTOR_BYTES); }
+    __device__ __forceinline__ int outlier_factors() const { return L::OUTLIER_FACTORS + own(L::FACTOR_BYTES); }
     // Of each column: what is added to its scores, and the sum of its query.
     __device__ __forceinline__ float* shifts() const { return floats(L::SHIFT + own(4 * L::COLUMNS)); }
     __device__ __forceinline__ float* query_sums() const { return floats(L::QUERY_SUM + own(4 * L::COLUMNS)); }

@@ -11,6 +11,7 @@
 #include <cuda_fp16.h>
 #endif
 
+#include "overlap.cuh"
 #include "transpose.cuh"
 
 // Bytes of shared memory that a block can have.
@@ -103,19 +104,6 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
     }
-}
-
-// From compute capability 9.0 on a kernel may start while the one before it in the stream still runs. What that one wrote is there after
-// the first of these; after the second, in all blocks, the next kernel may start.
-__device__ __forceinline__ void await_predecessor() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void release_successor() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -15,10 +15,6 @@ struct SideParams {
     const float* scale;             // [h_kv][D], also zero, mean
     const float* zero;
     const float* mean;
-    const float* rotation;                // of keys: P inverted and transposed, which is P if it is orthogonal: [D][D], or [h_kv][D][D]
-    const float* sketch;                  // S [SKETCH][D]
-    const float* outlier_sketch;          // [OUTLIER_SKETCH][D]
-    const unsigned char* outlier_mask;    // [h_kv][D]
     long long table_stride;
     long long capacity;
 };
@@ -26,6 +22,7 @@ struct SideParams {
 struct AttendParams {
     SideParams key, value;
     const void* q;        // Model, strides below in numbers
+    const float* projected;  // what cuda/project.cuh made of it, where keys are rotated or sketched
     float* partial;       // [row tiles][places + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum; places: blocks, or (blocks + h_kv) * warps that are alone
     int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head
     const int* lengths;   // [b] cached tokens, the new ones included

@@ -1,4 +1,4 @@
-// The query as second operands: plain for exact tokens, rotated as the pages are, turned by each page's first position, projected.
+// The query as second operands: plain for exact tokens; for pages rotated as these are and sketched (cuda/project.cuh), or turned by each page's first position.
 #pragma once
 
 #include "layout.cuh"
@@ -65,15 +65,13 @@ struct Query {
     __device__ __forceinline__ void load() {
         const AttendParams& params = at.params;
         const float* q = at.query();
-        const float* paged = q;
-        if constexpr (K::ROTATE) paged = rotated(q);
         // Two channels of a row, for all its columns.
         for (int i = thread(); i < L::PITCH * (D / 2); i += THREADS) {
             const int row = i / (D / 2), ch = i % (D / 2) * 2;
             __half exact[2], of_pages[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float x = row < ROWS ? paged[row * D + ch + e] * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
+                const float x = row < ROWS ? paged_number(row, ch + e) * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
                 if constexpr (!L::EXACT_LATE) exact[e] = to_half(row < ROWS ? q[row * D + ch + e] : 0.f);
                 of_pages[e] = to_half(L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch + e] : x);
             }
@@ -86,57 +84,33 @@ struct Query {
                 }
             }
         }
-        if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q, paged);
-        if constexpr (K::SKETCH > 0) project<K::SKETCH>(paged, params.key.sketch, L::SKETCH_OPERAND, L::SKETCH_FACTORS, false);
-        if constexpr (K::OUTLIER_SKETCH > 0) project<K::OUTLIER_SKETCH>(paged, params.key.outlier_sketch, L::OUTLIER_OPERAND, L::OUTLIER_FACTORS, true);
+        if constexpr (L::SHIFTED || L::KEY_FOLDED) sums(q);
+        if constexpr (K::SKETCH > 0) sketched<K::SKETCH>(K::ROTATE ? D : 0, at.sketch_operand(), at.sketch_factors());
+        if constexpr (K::OUTLIER_SKETCH > 0) sketched<K::OUTLIER_SKETCH>((K::ROTATE ? D : 0) + K::SKETCH, at.outlier_operand(), at.outlier_factors());
         if constexpr (L::ALONE) __syncwarp();
         else __syncthreads();
         if constexpr (L::KEEPS_QUERY && !L::ROPE) keep(0);
     }
 
-    // q P: where pages hold keys times P. A thread multiplies a channel of all rows with a part of P, so that P is read once.
-    __device__ __forceinline__ const float* rotated(const float* q) const {
-        constexpr int SPLIT = L::THREADS >= 4 * D ? 4 : L::THREADS >= D ? L::THREADS / D : 1, EACH_PART = (D + SPLIT - 1) / SPLIT;
-        constexpr int ROOM = L::WARPS * L::WARP_BYTES / (SPLIT * D * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
-        static_assert(CHUNK > 0, "the ring, which is idle, holds a row's parts");
-        float* const parts = at.floats(L::RING);  // [SPLIT][CHUNK][D]
-        float* const paged = at.floats(L::PAGED_QUERY);
-        const float* const rotation = at.params.key.rotation + (K::ROTATE == 2 ? at.head * (D * D) : 0);
-#pragma unroll 1
-        for (int first = 0; first < ROWS; first += CHUNK) {
-            for (int mine = threadIdx.x; mine < SPLIT * D; mine += L::THREADS) {
-                const int part = mine / D, i = mine % D;
-                float x[CHUNK] = {};
-#pragma unroll(EACH_PART < 64 ? EACH_PART : 32)
-                for (int of = 0; of < EACH_PART; ++of) {
-                    const int k = part * EACH_PART + of;
-                    const float p = k < D ? rotation[k * D + i] : 0.f;
-#pragma unroll
-                    for (int row = 0; row < CHUNK; ++row) x[row] += q[min(first + row, ROWS - 1) * D + min(k, D - 1)] * p;
-                }
-#pragma unroll
-                for (int row = 0; row < CHUNK; ++row) parts[(part * CHUNK + row) * D + i] = x[row];
-            }
-            __syncthreads();
-            for (int k = threadIdx.x; k < CHUNK * D && first * D + k < ROWS * D; k += L::THREADS) {
-                float x = 0.f;
-#pragma unroll
-                for (int of = 0; of < SPLIT; ++of) x += parts[of * CHUNK * D + k];
-                paged[first * D + k] = x;
-            }
-            __syncthreads();
-        }
-        return paged;
+    // What cuda/project.cuh made of a row of the block, if there is such a row.
+    __device__ __forceinline__ bool there(int row) const { return static_cast<int>(blockIdx.y) * ROWS + row < at.params.g * at.params.m; }
+    __device__ __forceinline__ const float* projected(int row) const {
+        return at.params.projected + (static_cast<long long>(at.sequence * at.params.h_kv + at.head) * (at.params.g * at.params.m) + blockIdx.y * ROWS + row) * L::PROJECTED;
+    }
+    // A number of what pages meet: times P, where they hold keys times P.
+    __device__ __forceinline__ float paged_number(int row, int channel) const {
+        if constexpr (K::ROTATE) return there(row) ? projected(row)[channel] : 0.f;
+        return at.query()[row * D + channel];
     }
 
     // What centred keys and zero points add to a row's scores: a warp a row.
-    __device__ __forceinline__ void sums(const float* q, const float* paged) const {
+    __device__ __forceinline__ void sums(const float* q) const {
         for (int row = L::ALONE ? 0 : at.warp; row < L::PITCH; row += L::ALONE ? 1 : L::WARPS) {
             float shift = 0.f, all = 0.f;
             for (int k = at.lane; k < D && row < ROWS; k += 32) {
                 if constexpr (K::CENTER) shift += q[row * D + k] * at.params.key.mean[at.head * D + k];
-                if constexpr (L::CHANNELS_FOLDED && !L::ROPE) shift += paged[row * D + k] * at.floats(L::KEY_ZERO)[k];
-                if constexpr (L::KEY_FOLDED) all += paged[row * D + k];
+                if constexpr (L::CHANNELS_FOLDED && !L::ROPE) shift += paged_number(row, k) * at.floats(L::KEY_ZERO)[k];
+                if constexpr (L::KEY_FOLDED && K::ZERO >= 0) all += paged_number(row, k);
             }
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) {
@@ -150,93 +124,48 @@ struct Query {
         }
     }
 
-    // x = c / M * S q as second operands: of the outlier channels or of all others.
+    // Columns of second operands that no row's digits are in stay zero. Once a block; a barrier follows.
+    __device__ __forceinline__ void clear() const {
+        for (int i = threadIdx.x; i < (L::SHIFT - L::SKETCH_OPERAND) / 4; i += L::THREADS) at.words(L::SKETCH_OPERAND)[i] = 0u;
+    }
+
+    // x = c / M * S q, numbers `first` ... of what was made of a row, as second operands. A warp a row.
     //
     // What it meets are bits at their places in bytes: 0 or 2^p. So a number is a whole number of units / 2^p, of three bytes, digits from
     // -128 to 127, which are three columns. With s = 2 bit - 1 the score is 2 sum(bit x) - sum(x).
     template <int M>
-    __device__ __forceinline__ void project(const float* q, const float* sketch, int operand, int factors, bool outliers) const {
-        constexpr int ROOM = L::WARPS * L::WARP_BYTES / ((D + M) * 4), CHUNK = ROOM < ROWS ? ROOM : ROWS;
-        static_assert(CHUNK > 0 && M % EIGHT == 0, "the ring, which is idle, holds a row's numbers");
-        float* const wanted = at.floats(L::RING);    // [CHUNK][D]
-        float* const projected = wanted + CHUNK * D;  // [CHUNK][M]
-        for (int i = threadIdx.x; i < L::SKETCH_ROWS * M * 2; i += L::THREADS) at.words(operand)[i] = 0u;  // columns that have no digit
-        for (int i = threadIdx.x; i < 2 * COLUMNS; i += L::THREADS) at.floats(factors)[i] = 0.f;           // nor row
+    __device__ __forceinline__ void sketched(int first, int operand, int factors) const {
 #pragma unroll 1
-        for (int first = 0; first < ROWS; first += CHUNK) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < CHUNK * D; i += L::THREADS) {
-                const bool there = first + i / D < ROWS && (K::OUTLIER_SKETCH == 0 || (at.params.key.outlier_mask[at.head * D + i % D] != 0) == outliers);
-                wanted[i] = there ? q[first * D + i] : 0.f;
+        for (int row = L::ALONE ? 0 : at.warp; row < ROWS && there(row); row += L::ALONE ? 1 : L::WARPS) {
+            constexpr int WORDS = M / 32;
+            const float* const from = projected(row) + first + at.lane;
+            float x[WORDS], most = 0.f, sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) x[i] = from[32 * i];
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) most = fmaxf(most, fabsf(x[i])), sum += x[i];
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) {
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+                sum += __shfl_xor_sync(~0u, sum, mask);
             }
-            __syncthreads();
-            for (int i = at.warp * EIGHT; i < M; i += L::WARPS * EIGHT) multiply_eight<CHUNK>(sketch + i * D, wanted, [&](int row, int which, float x) { projected[row * M + i + which] = x * (K::UNBIASING / M); });
-            __syncthreads();
-            for (int row = at.warp; row < CHUNK && first + row < ROWS; row += L::WARPS) digits<M>(projected + row * M, first + row, operand, factors);
-        }
-    }
-
-    static constexpr int EIGHT = 8;
-
-    // Eight rows of S times `CHUNK` rows of numbers, f32 [D] each: a warp reads whole lines of S, a lane four channels at once. store(row, which of the eight, sum).
-    template <int CHUNK, typename F>
-    __device__ __forceinline__ void multiply_eight(const float* eight, const float* numbers, F&& store) const {
-        constexpr int PIECES = (D + 127) / 128;
-        float4 s[EIGHT][PIECES];
+            const float units = 8.3e6f / fmaxf(most, 1e-20f);  // three digits reach 8355711
+            const int p = at.lane % 8, b = at.lane / 8;        // of a word: byte b's bit p
+            const float scale = units / static_cast<float>(1 << p);
+            unsigned char* const to = at.shared + operand + (row / 2 * WORDS * 32 + row % 2 * 16 + p % 4) * 8 + p / 4 * 4 + b;
 #pragma unroll
-        for (int i = 0; i < EIGHT; ++i) {
+            for (int i = 0; i < WORDS; ++i) {
+                int number = __float2int_rn(x[i] * scale);
 #pragma unroll
-            for (int k = 0; k < PIECES; ++k) {
-                const int channel = 4 * at.lane + 128 * k;
-                s[i][k] = channel < D ? *reinterpret_cast<const float4*>(eight + i * D + channel) : make_float4(0.f, 0.f, 0.f, 0.f);
-            }
-        }
-#pragma unroll 1
-        for (int row = 0; row < CHUNK; ++row) {
-            float x[EIGHT] = {};
-#pragma unroll
-            for (int k = 0; k < PIECES; ++k) {
-                const float4 z = *reinterpret_cast<const float4*>(numbers + row * D + min(4 * at.lane + 128 * k, D - 4));
-#pragma unroll
-                for (int i = 0; i < EIGHT; ++i) x[i] += s[i][k].x * z.x + s[i][k].y * z.y + (s[i][k].z * z.z + s[i][k].w * z.w);
-            }
-            // What two lanes have becomes half as many sums of both, until a lane has one: that of row lane % 8.
-#pragma unroll
-            for (int far = EIGHT / 2; far; far /= 2) {
-#pragma unroll
-                for (int i = 0; i < far; ++i) {
-                    const float given = at.lane & far ? x[i] : x[i + far];
-                    x[i] = (at.lane & far ? x[i + far] : x[i]) + __shfl_xor_sync(~0u, given, far);
+                for (int digit = 0; digit < 3; ++digit) {
+                    const int low = (number + 128 & 255) - 128;
+                    to[(i * 32 + 4 * digit) * 8] = static_cast<unsigned char>(low);
+                    number = (number - low) / 256;
                 }
             }
-            x[0] += __shfl_xor_sync(~0u, x[0], 8);
-            x[0] += __shfl_xor_sync(~0u, x[0], 16);
-            if (at.lane < EIGHT) store(row, at.lane, x[0]);
-        }
-    }
-
-    // Of one row, a warp.
-    template <int M>
-    __device__ __forceinline__ void digits(const float* x, int row, int operand, int factors) const {
-        float most = 0.f, sum = 0.f;
-        for (int j = at.lane; j < M; j += 32) most = fmaxf(most, fabsf(x[j])), sum += x[j];
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
-            sum += __shfl_xor_sync(~0u, sum, mask);
-        }
-        const float units = 8.3e6f / fmaxf(most, 1e-20f);  // three digits reach 8355711
-        for (int j = at.lane; j < M; j += 32) {
-            const int p = j % 8, b = j % 32 / 8;
-            int number = __float2int_rn(x[j] * units / static_cast<float>(1 << p));
-            for (int digit = 0; digit < 3; ++digit) {
-                const int low = (number + 128 & 255) - 128;
-                at.shared[operand + (((row / 2 * (M / 32) + j / 32) * 32 + 4 * (row % 2 * 4 + digit) + p % 4) * 2 + p / 4) * 4 + b] = static_cast<unsigned char>(low);
-                number = (number - low) / 256;
+            for (int n = at.lane; n < COLUMNS; n += 32) {
+                if (L::row_of(n) == row) reinterpret_cast<float2*>(at.shared + factors)[n] = make_float2(2.f / units, sum);
             }
-        }
-        for (int n = at.lane; n < COLUMNS; n += 32) {
-            if (L::row_of(n) == row) reinterpret_cast<float2*>(at.shared + factors)[n] = make_float2(2.f / units, sum);
         }
     }
 
@@ -309,7 +238,7 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
             const int a_at = Pairs<K>::first_of(2 * couple(k)), b_at = K::INTERLEAVED ? a_at + 2 : Pairs<K>::second_of(2 * couple(k));
-            const float* const q = (K::ROTATE ? at.floats(L::PAGED_QUERY) : at.query()) + first_row * L::D;
+            const float* const q = at.query() + first_row * L::D;
             unsigned *const a_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(a_at)), *const b_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(b_at));
 #pragma unroll
             for (int phase = 0; phase < L::TURN_TILES; phase += BY_PHASE) {

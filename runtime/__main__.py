@@ -194,13 +194,15 @@ def _compile(bundle: Bundle, archs: list[str], ranks: int) -> None:
     from runtime.exact import HALVES
     from runtime.joined import join_unit
     from runtime.pack_units import units as pack_units
+    from runtime.project import units as project_units
     from runtime.units import units
     from runtime.unpack import units as unpack_units
 
     start, count = time.perf_counter(), 0
     bundle = bundle.shard(0, ranks)  # kernels know how many heads there are, not which
     for arch in archs:
-        wanted = [*units(bundle), *pack_units(bundle, arch), *unpack_units(bundle), *map(join_unit, HALVES)]
+        steps = [*units(bundle), *project_units(bundle)]
+        wanted = [*steps, *pack_units(bundle, arch), *unpack_units(bundle), *map(join_unit, HALVES)]
         for unit, seconds, resources in precompile(wanted, arch):
             count += 1
             registers = max((used.registers for used in resources.values()), default=0)

@@ -7,14 +7,16 @@ lengths and block tables are read on the device.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import e as EULER
 from math import log2
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from artifacts import Format, LayerFormat, PageGeometry
-from runtime import jit, pieces, smooth
+from runtime import jit, pieces, project, smooth
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
@@ -42,7 +44,6 @@ class _Side(ctypes.Structure):
         (name, ctypes.c_void_p)
         for name in (
             "heads", "records", "segments", "table", "sinks", "window", "values", "bands", "scale", "zero", "mean",
-            "rotation", "sketch", "outlier_sketch", "outlier_mask",
         )
     ] + [("table_stride", ctypes.c_longlong), ("capacity", ctypes.c_longlong)]  # fmt: skip
 
@@ -53,7 +54,17 @@ class _Attend(ctypes.Structure):
         ("value", _Side),
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "partial", "ranges", "lengths", "offsets", "turns", "inv_freq", "functions")
+            for name in (
+                "q",
+                "projected",
+                "partial",
+                "ranges",
+                "lengths",
+                "offsets",
+                "turns",
+                "inv_freq",
+                "functions",
+            )
         ),
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head", "turns_head")),
         *((name, ctypes.c_double) for name in ("of_all", "of_aligned")),
@@ -107,6 +118,26 @@ class PagedSide:
     window: Tensor
 
 
+class Workspace:
+    """Memory on the device in which steps work one after the other: all layers of a cache have one."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is in it is nobody's between steps."""
+        return self.__dict__ | {"_memory": self._memory[:0].clone()}
+
+    def take(self, *sizes: int) -> list[Tensor]:
+        """float32 of each of these sizes, not filled, each at a multiple of 16 bytes. They are the same memory as those
+        of earlier and later calls, or larger; who holds them keeps them."""
+        starts = [0, *accumulate(-(-size // 4) * 4 for size in sizes)]
+        if starts[-1] > self._memory.numel():
+            self._memory = torch.empty(starts[-1], dtype=torch.float32, device=self.device)
+        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
 class PagedAttention:
     """Kernels for one layer's formats.
 
@@ -115,6 +146,8 @@ class PagedAttention:
     h_q         query heads, a multiple of the kv heads
     dtype       of queries, sinks, window and output: float16, bfloat16 or float32
     scoring     what becomes of scores beside softmax
+    workspace   memory that steps work in (None: of these kernels' own). Who gives several kernels the same one runs all
+                their steps one after the other, on one stream
     Raises KernelError where the kernels do not cover the formats or the dimensions.
     """
 
@@ -129,6 +162,7 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device | str | int,
         scoring: Scoring = ALL_PLAIN,
+        workspace: "Workspace | None" = None,
     ):
         check(key, value, h_q, dtype)
         self.scoring = scoring
@@ -136,10 +170,13 @@ class PagedAttention:
         self.device = self._device(device)
         self.h_kv, self.d, self.g = key.shape.h_kv, key.shape.d, h_q // key.shape.h_kv
         self.grid = self._processors()
+        self.workspace = workspace or Workspace(self.device)
         self._tables = [self._on_device(side, tables) for side, tables in ((key, key_tables), (value, value_tables))]
         self._inv_freq, functions = _of_rotation(rotation, self.device)
         self.by_bytes = fits_bytes(rotation.inv_freq, (side["values"] for side in self._tables if "values" in side))
         self._functions = functions if self.by_bytes else None
+        self.columns = project.columns(key)  # numbers of a query that are made before attention
+        self._matrices = project.matrices(key, self._moved(key_tables), dtype) if self.columns else {}
         self._turns: Tensor | None = None
         self._settle()
 
@@ -155,16 +192,18 @@ class PagedAttention:
     def _stream(device: torch.device) -> int:
         return jit.current_stream(device.index)
 
+    def _moved(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in tables.items()}
+
     def _on_device(self, side: PageGeometry, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tables of a side as the kernels read them, the codebook among them."""
-        moved = {name: tensor.to(self.device) for name, tensor in tables.items()}
+        moved = self._moved(tables)
         if side.format.dense:
             moved["values"] = codebook(side.format.dense, side.shape.d, moved, self.device).float()
         if side.format.banded:
             moved |= banded.kernel_tables(moved, side.shape)
-        if side.format.rotate:
-            inverse = rotate.inverse_matrix(rotate.prepared(moved))
-            moved["rotation"] = inverse if side.shape.side == "value" else inverse.mT
+        if side.format.rotate and side.shape.side == "value":
+            moved["rotation"] = rotate.inverse_matrix(rotate.prepared(moved))
             moved.pop("unrotation", None)
         return {name: tensor.contiguous() for name, tensor in moved.items()}
 
@@ -181,7 +220,17 @@ class PagedAttention:
 
     def module(self, rows: int, how: Sharing) -> jit.Module:
         """The same, compiled. Not to be called first within a capture."""
-        return jit.load(self.unit(rows, how), self.device)
+        return self._load(self.unit(rows, how))
+
+    def _load(self, unit: jit.Unit) -> jit.Module:
+        return jit.load(unit, self.device)
+
+    def projection(self, to: Tensor, scale: float, sizes: tuple[int, int, int, int]) -> project.Projection | None:
+        """What makes those numbers, where keys are rotated or sketched; parameters as of `project.Projection`."""
+        if not self.columns:
+            return None
+        module = self._load(project.project_unit(self.key, self.dtype))
+        return project.Projection(self._matrices, module, to, scale, sizes, self.grid)
 
     def turns(self) -> Tensor:
         """What turns keys (`runtime.turns`), made when a step first needs it."""
@@ -220,8 +269,7 @@ class PagedAttention:
         return _Side(
             side.heads.data_ptr(), side.records.data_ptr(), side.segments.data_ptr(), side.table.data_ptr(),
             side.sinks.data_ptr(), side.window.data_ptr(), pointer("values"), pointer("bands"), pointer("scale"),
-            pointer("zero"), pointer("mean"), pointer("rotation"), pointer("sketch"), pointer("outlier_sketch"),
-            pointer("outlier_mask"), side.table.stride(0), side.window.shape[1],
+            pointer("zero"), pointer("mean"), side.table.stride(0), side.window.shape[1],
         )  # fmt: skip
 
 
@@ -259,10 +307,11 @@ class Step:
         workers = module.integers["attend_workers"]  # of a block: what leaves partial results of its own
         places = self._grid if workers == 1 else (self._grid + kernels.h_kv) * workers
         slots = places + 2 * b * kernels.h_kv
-        self.partial = torch.empty(
-            self._tiles * slots * taken * (kernels.d + 2), dtype=torch.float32, device=kernels.device
+        partial, ranges, projected = self._memory = kernels.workspace.take(
+            self._tiles * slots * taken * (kernels.d + 2),
+            2 * b * kernels.h_kv,
+            b * kernels.h_kv * rows * kernels.columns,
         )
-        self.ranges = torch.empty(b * kernels.h_kv, 2, dtype=torch.int32, device=kernels.device)
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._stream = lambda: kernels._stream(kernels.device)
@@ -275,20 +324,22 @@ class Step:
         turned = kernels.turns() if module.integers["attend_turns"] else None
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
-            kernels._side(0, key), kernels._side(1, value), 0, self.partial.data_ptr(), self.ranges.data_ptr(),
-            lengths.data_ptr(), offsets.data_ptr(), turned.data_ptr() if turned is not None else None,
+            kernels._side(0, key), kernels._side(1, value), 0,
+            projected.data_ptr(), partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
+            turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
             0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
             1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
+        self._projection = kernels.projection(projected, self.params.scale, sizes)
         self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
         self.write_params = _Write(
             *(_WriteSide(0, x.sinks, x.window, 0, 0, 0, x.capacity) for x in (self.params.key, self.params.value)),
             lengths.data_ptr(), kernels.h_kv, m,
         )  # fmt: skip
         self.merge_params = _Merge(
-            self.partial.data_ptr(), 0, self.ranges.data_ptr(),
+            partial.data_ptr(), 0, ranges.data_ptr(),
             *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
             0, 0, 0, *sizes, places, each,
         )  # fmt: skip
@@ -316,6 +367,9 @@ class Step:
             for name, side, fmt in zip(("keys", "values"), (key, value), self._formats, strict=True):
                 check_tables(name, side, fmt, [n - self._m for n in lengths.tolist()], self._sliding)
         params = self.params
+        if self._projection:
+            self._projection.run(q, follows, self._stream())
+            follows = True
         params.q, params.follows = q.data_ptr(), int(follows)
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
         self._attend.launch(

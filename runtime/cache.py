@@ -16,7 +16,7 @@ from torch import Tensor
 
 from artifacts import Bundle, Format, PageGeometry
 from artifacts.fields import SideName
-from runtime import jit, pack_units, unpack
+from runtime import jit, pack_units, project, unpack
 from runtime.attention import PagedAttention
 from runtime.codec import Codec
 from runtime.exact import capped, causal_attention, visible
@@ -90,7 +90,15 @@ class LayerCache(CacheLayer):
         key, value = self.key, self.value
         tables, dtype = (key.codec.tables, value.codec.tables), key.buffer.dtype
         kernels = PagedAttention(
-            key.geometry, value.geometry, *tables, self._turning, h_q, dtype, self.device, self.scoring
+            key.geometry,
+            value.geometry,
+            *tables,
+            self._turning,
+            h_q,
+            dtype,
+            self.device,
+            self.scoring,
+            self.room.workspace,
         )
         return LayerStep(kernels, key, value)
 
@@ -217,7 +225,7 @@ def _begin_kernels(
     sizes = {min(1 << i, b) for i in range(b.bit_length() + 1)}  # of an engine's steps
     batches = [(sequences, tokens, processors) for sequences in sizes for tokens in spans(max_tokens)]
     steps, arch = units(bundle, [dtype], batches), jit.arch_of(device)
-    jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps], device)
+    jit.begin([*pack_units.units(bundle, arch, [dtype]), *steps, *project.units(bundle, [dtype])], device)
 
 
 def _work_bytes(bundle: Bundle, b: int, max_tokens: int) -> int:

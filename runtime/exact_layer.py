@@ -82,7 +82,15 @@ class ExactLayer(CacheLayer):
     def _make_step(self, h_q: int) -> LayerStep:
         h_kv, d = self.keys.shape[2:]
         kernels = PagedAttention(
-            *unpaged(h_kv, d), {}, {}, self._turning, h_q, self.keys.dtype, self.device, self.scoring
+            *unpaged(h_kv, d),
+            {},
+            {},
+            self._turning,
+            h_q,
+            self.keys.dtype,
+            self.device,
+            self.scoring,
+            self.room.workspace,
         )
         return LayerStep(kernels, _Kept(self, "keys"), _Kept(self, "values"))
 

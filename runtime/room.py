@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from artifacts import CacheGeometry, PageGeometry
+from runtime.attention import Workspace
 from runtime.pages import CacheFullError, PageBook
 from runtime.side import BlockTables, Filling, Side, filling
 from runtime.step import StepInputs
@@ -32,6 +33,7 @@ class Room:
         share = 1.0 if budget is None else self._share(budget, exact, full_bytes, work)
         self.tables = {key: self._tables(sides, share) for key, sides in self.geometries.items()}
         self.sides: list[Side] = []
+        self.workspace = Workspace(device)  # of decode steps: layers take turns
         self.checks = True  # what is appended, layer by layer; see `KVCache.checked_once`
         self._inputs: StepInputs | None = None
         self._set: tuple[list[int], list[int]] | None = None  # what the inputs were set to

@@ -175,8 +175,8 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int, s
 
 def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) -> bool:
     """Whether a warp can have sequences of its own (`Limits::ALONE` in cuda/layout.cuh, which decides, with the shared
-    memory there is): it makes of a query by itself what pages need of it. rows: query rows per kv head."""
-    return d <= 128 and rows <= 8 and bool(key.parts) and not (key.rotate or key.sketch or scoring.window)
+    memory there is). rows: query rows per kv head."""
+    return d <= 128 and rows <= 8 and bool(key.parts) and not scoring.window
 
 
 class Sharing(NamedTuple):

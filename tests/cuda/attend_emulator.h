@@ -176,8 +176,6 @@ void copy_async(unsigned to, const void* from) {
     emulator::current->copies.push_back({shared_memory() + to, from, BYTES});
     SIGNPOST_SEEN(shared_memory() + to, BYTES, COPY_BEGINS);
 }
-inline void await_predecessor() {}
-inline void release_successor() {}
 inline void copy_commit() {
     emulator::current->pending.push_back(std::move(emulator::current->copies));
     emulator::current->copies.clear();

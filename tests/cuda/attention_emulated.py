@@ -9,7 +9,9 @@ import torch
 
 from artifacts import Banded, Dense, Format, LayerFormat, Rope, Rotate, Sparse, Window
 from runtime.attention import PagedAttention, _Attend, _Merge, _Write
+from runtime.jit import Unit
 from runtime.units import ALL_PLAIN, INTEGERS, WRITE_THREADS, Scoring, Sharing
+from tests.cuda import emulated
 from tests.cuda.emulated import WATCHED, compiled
 from tests.formats import Case
 from tests.gpu import paged
@@ -100,8 +102,10 @@ class Emulated(PagedAttention):
     def _stream(device: torch.device) -> int:
         return 0
 
-    def module(self, rows: int, how: Sharing) -> Module:
-        return Module(build(self.unit(rows, how).source, arch=self.arch))
+    def _load(self, unit: Unit) -> Module | emulated.Module:
+        if unit.name != "attend":
+            return emulated.Module(unit)
+        return Module(build(unit.source, arch=self.arch))
 
 
 def check(case: Case, lengths: list[int], m: int = 1, scoring: Scoring = ALL_PLAIN) -> None:

@@ -92,6 +92,7 @@ class Module:
 
     def __init__(self, unit: Unit, races: bool = False):
         self.unit, self._library = unit, build(unit, races)
+        self.integers = {name: ctypes.c_int.in_dll(self._library, name).value for name in unit.integers}
 
     def kernel(self, entry: str) -> Kernel:
         return Kernel(self._library, entry)

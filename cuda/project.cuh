@@ -1,0 +1,208 @@
+// Queries of a step as pages with rotated or sketched keys need them: q P, and S times that. Made once, for all blocks of attention (cuda/attend.cuh).
+//
+// Bytes: each query read and COLUMNS floats written for it, a slice of a matrix once a block. Operations: products of bfloat16 pieces, three a number (of models in
+// float six), on tensor cores.
+//
+// A block takes some of a kv head's tiles, 16 query rows of whatever sequences, one after the other, and a slice of the columns; each of its warps sixteen of these,
+// whose part of the matrix waits in registers. Where rotated queries are sketched, blocks of the sketch rotate them first.
+#pragma once
+
+#include "overlap.cuh"
+#include "pack_matrix.cuh"
+
+namespace signpost {
+
+struct ProjectParams {
+    const void* q;                      // Model, strides below in numbers
+    float* to;                          // [b][h_kv][g m][COLUMNS]: row i / g of the new tokens and i % g of the query heads
+    const uint4* rotation;              // P inverted and transposed, which is P if it is orthogonal: [D][D] as fragments (pack_matrix.cuh), or one of each head
+    const uint4* sketch;                // S transposed [D][SKETCH] as fragments
+    const uint4* outlier_sketch;        // [D][OUTLIER_SKETCH]
+    const unsigned char* outlier_mask;  // [h_kv][D]
+    long long q_sequence, q_token, q_head;
+    float scale;  // of scores, times log2(e)
+    int b, h_kv, g, m;
+    int follows;  // as AttendParams
+};
+
+// K: a side's constants (sides.cuh); P: D, Model.
+template <class K, class P>
+struct Project {
+    using Model = typename P::Model;
+    static constexpr int D = P::D, WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = D / 16, STEPS = D / 16;
+    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of numbers, 8 bits each: those of two bytes have 11 at most
+    static constexpr int ROTATED = K::ROTATE ? D : 0, COLUMNS = ROTATED + K::SKETCH + K::OUTLIER_SKETCH;
+    // Blocks that share a tile's columns.
+    static constexpr int slices(int columns) { return (columns + 16 * WARPS - 1) / (16 * WARPS); }
+    static constexpr int OF_ROTATED = slices(ROTATED), OF_SKETCH = slices(K::SKETCH), SLICES = OF_ROTATED + OF_SKETCH + slices(K::OUTLIER_SKETCH);
+    static constexpr bool TWICE = K::ROTATE && K::SKETCH;  // some are
+    // Shared memory: a tile as first operands [STEPS][PIECES][32], and rotated as floats [16][ROW].
+    static constexpr int ROW = D + 4, ROTATED_AT = STEPS * PIECES * 512, BYTES = ROTATED_AT + (TWICE ? 16 * ROW * 4 : 0);
+    static constexpr int PAIRS = D / 2, EACH = 16 * PAIRS / THREADS;  // pairs of channels of a thread, the same ones of so many rows
+    static_assert(THREADS % PAIRS == 0, "of one place in their rows");
+
+    // A block's slice: columns `first` ... of a matrix that has so many sixteens of them, which go to columns `to` ... of a row, times a factor.
+    struct Slice {
+        const uint4* matrix;
+        int first, sixteens, to;
+        float factor;
+        bool rotates;  // of rotated queries
+        enum { ALL, OTHERS, OUTLIERS } channels;
+    };
+
+    const ProjectParams& params;
+    unsigned char* const shared;
+    const int head, warp, lane, pair, first_row;
+    Model fetched[EACH][2];
+
+    __device__ __forceinline__ Project(const ProjectParams& p, unsigned char* s)
+        : params(p), shared(s), head(blockIdx.x % p.h_kv), warp(threadIdx.x / 32), lane(threadIdx.x % 32), pair(threadIdx.x % PAIRS), first_row(threadIdx.x / PAIRS) {}
+
+    // blockIdx: kv head and part of its tiles; slice.
+    __device__ __forceinline__ void run() {
+        if (params.follows) release_successor();  // what the next kernel reads before it waits was there before
+        const Slice slice = of(blockIdx.y);
+        const int sixteen = slice.first / 16 + warp, part = blockIdx.x / params.h_kv, parts = gridDim.x / params.h_kv;
+        const int rows = params.b * params.g * params.m, tiles = (rows + 15) / 16;
+        const bool there = sixteen < slice.sixteens;
+        uint4 matrix[STEPS][PIECES];
+        if (there) load(slice.matrix, sixteen, matrix);
+        const float2 kept = factors(slice), before = slice.rotates ? make_float2(params.scale, params.scale) : kept;
+        if (!params.follows) {
+            await_predecessor();
+            release_successor();
+        }
+        if (part < tiles) fetch(part, rows);
+#pragma unroll 1
+        for (int tile = part; tile < tiles; tile += parts) {
+            put([&](int i) { return make_float2(widen(fetched[i][0]) * before.x, widen(fetched[i][1]) * before.y); });
+            if (tile + parts < tiles) fetch(tile + parts, rows);
+            if constexpr (TWICE) {
+                if (slice.rotates) rotate(kept);
+            }
+            if (there) {
+                float sum[2][4] = {};
+                multiply(matrix, sum);
+                store(sum, slice, sixteen, tile, rows);
+            }
+            __syncthreads();  // nobody reads the operands any more
+        }
+        await_predecessor();  // who waits for this kernel waits for the one before it, too
+    }
+
+    __device__ __forceinline__ Slice of(int slice) const {
+        constexpr int EACH_SLICE = 16 * WARPS;
+        if (slice < OF_ROTATED) return {rotation(), slice * EACH_SLICE, SIXTEENS, 0, 1.f, false, Slice::ALL};
+        slice -= OF_ROTATED;
+        if (slice < OF_SKETCH) return {params.sketch, slice * EACH_SLICE, K::SKETCH / 16, ROTATED, K::UNBIASING / max(K::SKETCH, 1), TWICE, K::OUTLIER_SKETCH ? Slice::OTHERS : Slice::ALL};
+        slice -= OF_SKETCH;
+        return {params.outlier_sketch, slice * EACH_SLICE, K::OUTLIER_SKETCH / 16, ROTATED + K::SKETCH, K::UNBIASING / max(K::OUTLIER_SKETCH, 1), TWICE, Slice::OUTLIERS};
+    }
+    __device__ __forceinline__ const uint4* rotation() const { return params.rotation + (K::ROTATE == 2 ? head * (SIXTEENS * STEPS * PIECES * 32) : 0); }
+
+    // Of the thread's two channels: what they are multiplied with where a slice's matrix meets them. Rotated ones have the scale of scores already.
+    __device__ __forceinline__ float2 factors(const Slice& slice) const {
+        const float all = slice.rotates ? 1.f : params.scale;
+        if (slice.channels == Slice::ALL) return make_float2(all, all);
+        auto factor = [&](int channel) { return (params.outlier_mask[head * D + channel] != 0) == (slice.channels == Slice::OUTLIERS) ? all : 0.f; };
+        return make_float2(factor(2 * pair), factor(2 * pair + 1));
+    }
+
+    // Asks for the thread's numbers of a tile; zeros where there is no row.
+    __device__ __forceinline__ void fetch(int tile, int rows) {
+        const int each = params.g * params.m;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int n = tile * 16 + first_row + i * (THREADS / PAIRS), sequence = n / each, row = n % each;
+            fetched[i][0] = fetched[i][1] = Model();
+            if (n < rows) {
+                const Model* from = static_cast<const Model*>(params.q) + sequence * params.q_sequence + row / params.g * params.q_token + (head * params.g + row % params.g) * params.q_head + 2 * pair;
+                fetched[i][0] = from[0], fetched[i][1] = from[1];
+            }
+        }
+    }
+
+    // Pieces of the thread's pairs of channels, x(i) of row first_row + i * (THREADS / PAIRS), as first operands. Ends with a barrier.
+    template <class F>
+    __device__ __forceinline__ void put(F x) const {
+        const int step = pair / 16 * 2 + pair % 4 / 2, word = pair % 2 * 2, column = pair % 16 / 4;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int row = first_row + i * (THREADS / PAIRS);
+            const float2 two = x(i);
+            unsigned pieces[3];
+            split(two.x, two.y, pieces);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                reinterpret_cast<unsigned*>(shared)[((step * PIECES + piece) * 32 + row % 8 * 4 + column) * 4 + word + row / 8] = pieces[piece];
+            }
+        }
+        __syncthreads();
+    }
+
+    // A warp's sixteen columns of a matrix.
+    __device__ __forceinline__ void load(const uint4* matrix, int sixteen, uint4 (&to)[STEPS][PIECES]) const {
+        const uint4* from = fragments<PIECES>(matrix, STEPS, sixteen);
+#pragma unroll
+        for (int i = 0; i < STEPS * PIECES; ++i) to[i / PIECES][i % PIECES] = load_table(from + i * 32);
+    }
+
+    // sum: as multiply_floats, of the tile's operands.
+    __device__ __forceinline__ void multiply(const uint4 (&matrix)[STEPS][PIECES], float (&sum)[2][4]) const {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) times(matrix[step], step, sum);
+    }
+    __device__ __forceinline__ void times(const uint4 (&m)[PIECES], int step, float (&sum)[2][4]) const {
+        uint4 a[PIECES];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) a[i] = reinterpret_cast<const uint4*>(shared)[(step * PIECES + i) * 32 + lane];
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+            for (int i = 0; i + piece < PIECES; ++i) {
+                multiply_tile(sum[0], a[i], m[piece].x, m[piece].y, BF16());
+                multiply_tile(sum[1], a[i], m[piece].z, m[piece].w, BF16());
+            }
+        }
+    }
+
+    // The tile's operands times the rotation, as operands again, times what a slice keeps of its channels. Ends with a barrier.
+    __device__ __forceinline__ void rotate(float2 factors) const {
+        float* const rotated = reinterpret_cast<float*>(shared + ROTATED_AT);
+#pragma unroll 1
+        for (int sixteen = warp; sixteen < SIXTEENS; sixteen += WARPS) {
+            const uint4* from = fragments<PIECES>(rotation(), STEPS, sixteen);
+            float sum[2][4] = {};
+#pragma unroll 2
+            for (int step = 0; step < STEPS; ++step) {
+                uint4 m[PIECES];
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i) m[i] = load_table(from + (step * PIECES + i) * 32);
+                times(m, step, sum);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                *reinterpret_cast<float2*>(rotated + (lane / 4 + i / 2 * 8) * ROW + sixteen * 16 + i % 2 * 8 + lane % 4 * 2) = make_float2(sum[i % 2][i / 2 * 2], sum[i % 2][i / 2 * 2 + 1]);
+            }
+        }
+        __syncthreads();
+        put([&](int i) {
+            const float2 x = *reinterpret_cast<const float2*>(rotated + (first_row + i * (THREADS / PAIRS)) * ROW + 2 * pair);
+            return make_float2(x.x * factors.x, x.y * factors.y);
+        });
+    }
+
+    __device__ __forceinline__ void store(const float (&sum)[2][4], const Slice& slice, int sixteen, int tile, int rows) const {
+        const int each = params.g * params.m;
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+            const int n = tile * 16 + lane / 4 + upper * 8;
+            if (n >= rows) continue;
+            float* const to = params.to + (static_cast<long long>(n / each * params.h_kv + head) * each + n % each) * COLUMNS + slice.to + sixteen * 16 + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sum[i][2 * upper] * slice.factor, sum[i][2 * upper + 1] * slice.factor);
+        }
+    }
+};
+
+}  // namespace signpost
