@@ -129,12 +129,13 @@ struct Project {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int row = first_row + i * (THREADS / PAIRS);
-            const float2 two = x(i);
-            unsigned pieces[3];
-            split(two.x, two.y, pieces);
+            float2 two = x(i);
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
-                reinterpret_cast<unsigned*>(shared)[((step * PIECES + piece) * 32 + row % 8 * 4 + column) * 4 + word + row / 8] = pieces[piece];
+                const unsigned rounded = narrow_pair(two, BF16());
+                reinterpret_cast<unsigned*>(shared)[((step * PIECES + piece) * 32 + row % 8 * 4 + column) * 4 + word + row / 8] = rounded;
+                const float2 taken = widen_pair(rounded, BF16());
+                two = make_float2(sub(two.x, taken.x), sub(two.y, taken.y));
             }
         }
         __syncthreads();

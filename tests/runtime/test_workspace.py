@@ -1,0 +1,47 @@
+"""Memory that decode steps share."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from runtime import KVCache
+from runtime.attention import PagedAttention, Workspace
+from tests.formats import kivi, random_bundle
+
+
+def test_steps_of_all_sizes_have_the_same_memory():
+    work = Workspace(torch.device("cpu"))
+    first, second, none = work.take(10, 7, 0)
+    assert [x.numel() for x in (first, second, none)] == [10, 7, 0]
+    assert second.data_ptr() - first.data_ptr() == 48, "the next multiple of 16 bytes"
+    (smaller,) = work.take(5)
+    assert smaller.data_ptr() == first.data_ptr()
+
+
+def test_more_memory_leaves_what_is_held():
+    work = Workspace(torch.device("cpu"))
+    (small,) = work.take(4)
+    small.fill_(3.0)
+    (large,) = work.take(1 << 20)
+    large.fill_(5.0)
+    assert (small == 3).all()
+    assert work.take(4)[0].data_ptr() == large.data_ptr()
+
+
+def test_a_copy_has_none():
+    work = Workspace(torch.device("cpu"))
+    work.take(1 << 20)
+    assert deepcopy(work)._memory.untyped_storage().nbytes() == 0
+    assert work.take(1)[0].untyped_storage().nbytes() == 4 << 20
+
+
+@pytest.mark.parametrize("kept", [None, 0])
+def test_layers_of_a_cache_share_one(kept, monkeypatch):
+    """Packed ones and those in full precision."""
+    monkeypatch.setattr(PagedAttention, "_device", staticmethod(lambda device: torch.device("cpu")))
+    monkeypatch.setattr(PagedAttention, "_processors", lambda self: 4)
+    bundle = random_bundle([kivi(2), kivi(2)] if kept is None else [None, kivi(2)], 8, 2, 128)
+    kv = KVCache(bundle, 2, 300, torch.float16)
+    steps = [layer.step(8) for layer in kv.layers]
+    assert all(step.kernels.workspace is kv.room.workspace for step in steps)
