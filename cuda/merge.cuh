@@ -3,6 +3,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "pieces.cuh"
 
 namespace signpost {
 
@@ -10,12 +11,13 @@ struct MergeParams {
     const float* partial;  // as AttendParams
     void* out;             // Model, strides below in numbers
     const int* ranges;
-    const float* rotation;  // of values, P inverted: [D][D], or [h_kv][D][D]
+    const float* rotation;   // of values, P inverted: [D][D], or [h_kv][D][D]
+    const uint4* fragments;  // the same as pieces.cuh takes it
     const float* mean;      // of values, [h_kv][D]
     long long out_sequence, out_token, out_head;
     int b, h_kv, g, m;
     int grid;  // places of what leaves results in attend: its blocks, or, of warps alone, (blocks + h_kv) * warps
-    int each;  // sequences of a block: at most Merge::SEQUENCES
+    int each;  // sequences of a block: at most Merge::MOST
 };
 
 template <typename Shape>
@@ -25,14 +27,18 @@ struct Merge {
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
     static constexpr bool SEVERAL = D <= 128 && (L::ALONE || Plan<Shape>::BLOCKS > 1);
-    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : V::ROTATE ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 2 * WARPS : WARPS;  // of a block
-    // Of several sequences, a thread has a piece of a column of P inverted.
-    static constexpr int SHARES = THREADS / D, PIECE = D / SHARES;
-    // Of one, a row of P inverted goes to so many lanes, in pieces of four numbers; so many rows to a warp at once.
-    static constexpr int PIECES = D / 4, LANES = PIECES < 32 ? PIECES : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
+    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : V::ROTATE ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 16 : WARPS;  // of a block, at once
+    // Of one, a row of P inverted goes to so many lanes, in quarters of four numbers; so many rows to a warp at once.
+    static constexpr int QUARTERS = D / 4, LANES = QUARTERS < 32 ? QUARTERS : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
-    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = PIECES / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
-    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? SEQUENCES * (D + SHARES * D + 2) : (1 + PARTS) * D;  // floats
+    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
+    // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
+    using Tile = Pieces<D, sizeof(typename C::Model) == 4 ? 3 : 2>;  // numbers of two bytes have 11 bits at most
+    static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : SEQUENCES;         // sequences of a block, which reads P inverted once
+    static constexpr int BLOCKS = !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
+    // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.
+    static constexpr int ROW = D + 4, TURNED = Tile::BYTES / 4, STATES = TURNED + SEQUENCES * ROW;
+    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : (1 + PARTS) * D;
 
     // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
@@ -95,7 +101,7 @@ struct Merge {
     static __device__ __forceinline__ void rows_of(const MergeParams& params, int head, int i, float4 (&p)[EACH]) {
         const float4* const rows = reinterpret_cast<const float4*>(params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0)) + threadIdx.x % LANES;
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) p[k] = rows[row_of(i) * PIECES + k * LANES];
+        for (int k = 0; k < EACH; ++k) p[k] = rows[row_of(i) * QUARTERS + k * LANES];
     }
     static __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 32 + i * ROWS_AT_ONCE + threadIdx.x % 32 / LANES; }
 
@@ -119,7 +125,7 @@ struct Merge {
             }
             float4* const parts = reinterpret_cast<float4*>(shared + D);
 #pragma unroll
-            for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * PIECES + k * LANES + lane % LANES] = sum4[k];
+            for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * QUARTERS + k * LANES + lane % LANES] = sum4[k];
             __syncthreads();
             x = 0.f;
 #pragma unroll
@@ -207,15 +213,43 @@ struct Merge {
         for (int i = 0; i < CHANNELS; ++i) to[channel(lane, i)] = from_float<typename C::Model>(all.x[i] / all.sum);
     }
 
+    using Columns = uint4[V::ROTATE ? Tile::STEPS : 1][Tile::PIECES];
+
+    // Of `count` sequences from `first` on, at most SEQUENCES. All threads.
+    static __device__ __forceinline__ void restore(const MergeParams& params, float* shared, const Columns& matrix, int first, int count, int head, int row) {
+        const Tile tile{reinterpret_cast<unsigned char*>(shared)};
+        float2* const states = reinterpret_cast<float2*>(shared + STATES);  // (sum, top)
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int i = warp; i < count; i += WARPS) {
+            const Sum all = gathered(params, first + i, head, row, lane);
+#pragma unroll
+            for (int k = 0; k < CHANNELS; k += 2) tile.put(i, channel(lane, k) / 2, make_float2(all.x[k], all.x[k + 1]));
+            if (lane == 0) states[i] = make_float2(all.sum, all.top);
+        }
+        __syncthreads();
+        if (warp < D / 16) {
+            typename Tile::Sum turned;
+            tile.times(matrix, 0, turned);
+            turned.each_pair(warp, [&](int i, int column, float2 y) { *reinterpret_cast<float2*>(shared + TURNED + i * ROW + column) = y; });
+        }
+        __syncthreads();
+        const float* apart = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
+#pragma unroll 1
+        for (int i = warp; i < count; i += WARPS) {
+            Sum all{{}, states[i].x, states[i].y, apart + static_cast<long long>(params.grid + params.b * params.h_kv + place_of(params, first + i, head)) * (ROWS * STRIDE)};
+            read(shared + TURNED + i * ROW, lane, all.x);
+            put(params, first + i, head, row, lane, all);
+        }
+    }
+
     static __device__ __forceinline__ void run_several(const MergeParams& params, float* shared) {
         const int head = blockIdx.x % params.h_kv, first = blockIdx.x / params.h_kv * params.each, row = blockIdx.y;
         const int count = min(params.each, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (row >= params.g * params.m) return;
-        float matrix[V::ROTATE ? PIECE : 1];  // the thread's
+        Columns matrix;
         if constexpr (V::ROTATE) {
-            const float* const from = params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0) + threadIdx.x / D * (PIECE * D) + threadIdx.x % D;
-#pragma unroll
-            for (int k = 0; k < PIECE; ++k) matrix[k] = from[k * D];
+            if (warp < D / 16) Tile::load(Tile::columns(params.fragments + (V::ROTATE == 2 ? head * Tile::MATRIX : 0), warp), 0, matrix);
         }
         await_predecessor();
         release_successor();
@@ -224,45 +258,8 @@ struct Merge {
             Sum all = gathered(params, first + warp, head, row, lane);
             put(params, first + warp, head, row, lane, all);
         } else {
-            float* const turned = shared + SEQUENCES * D;
-            float2* const states = reinterpret_cast<float2*>(turned + SHARES * SEQUENCES * D);  // (sum, top)
 #pragma unroll 1
-            for (int i = warp; i < count; i += WARPS) {
-                const Sum all = gathered(params, first + i, head, row, lane);
-#pragma unroll
-                for (int k = 0; k < CHANNELS; ++k) shared[i * D + channel(lane, k)] = all.x[k];
-                if (lane == 0) states[i] = make_float2(all.sum, all.top);
-            }
-            __syncthreads();
-            turn_back(matrix, shared, turned, count);
-            __syncthreads();
-            const float* apart = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
-#pragma unroll 1
-            for (int i = warp; i < count; i += WARPS) {
-                Sum all{{}, states[i].x, states[i].y, apart + static_cast<long long>(params.grid + params.b * params.h_kv + place_of(params, first + i, head)) * (ROWS * STRIDE)};
-#pragma unroll
-                for (int share = 0; share < SHARES; ++share) {
-                    float some[CHANNELS];
-                    read(turned + (share * SEQUENCES + i) * D, lane, some);
-                    add(1.f, some, all.x);
-                }
-                put(params, first + i, head, row, lane, all);
-            }
-        }
-    }
-
-    // The sums of so many sequences times P inverted, by shares of its rows. All threads.
-    static __device__ __forceinline__ void turn_back(const float (&column)[PIECE], const float* sums, float* turned, int count) {
-        const int share = threadIdx.x / D;
-#pragma unroll 2
-        for (int i = 0; i < count; ++i) {
-            const float4* const x = reinterpret_cast<const float4*>(sums + i * D + share * PIECE);
-            float y[4] = {};
-#pragma unroll
-            for (int k = 0; k < PIECE / 4; ++k) {
-                y[0] += x[k].x * column[4 * k], y[1] += x[k].y * column[4 * k + 1], y[2] += x[k].z * column[4 * k + 2], y[3] += x[k].w * column[4 * k + 3];
-            }
-            turned[(share * SEQUENCES + i) * D + threadIdx.x % D] = (y[0] + y[1]) + (y[2] + y[3]);
+            for (int some = 0; some < count; some += SEQUENCES) restore(params, shared, matrix, first + some, min(SEQUENCES, count - some), head, row);
         }
     }
 };

@@ -8,7 +8,8 @@
 #pragma once
 
 #include "overlap.cuh"
-#include "pack_matrix.cuh"
+#include "pack_device.cuh"
+#include "pieces.cuh"
 
 namespace signpost {
 
@@ -30,14 +31,15 @@ template <class K, class P>
 struct Project {
     using Model = typename P::Model;
     static constexpr int D = P::D, WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = D / 16, STEPS = D / 16;
-    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of numbers, 8 bits each: those of two bytes have 11 at most
+    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of numbers: those of two bytes have 11 bits at most
+    using Tile = Pieces<D, PIECES>;
     static constexpr int ROTATED = K::ROTATE ? D : 0, COLUMNS = ROTATED + K::SKETCH + K::OUTLIER_SKETCH;
     // Blocks that share a tile's columns.
     static constexpr int slices(int columns) { return (columns + 16 * WARPS - 1) / (16 * WARPS); }
     static constexpr int OF_ROTATED = slices(ROTATED), OF_SKETCH = slices(K::SKETCH), SLICES = OF_ROTATED + OF_SKETCH + slices(K::OUTLIER_SKETCH);
     static constexpr bool TWICE = K::ROTATE && K::SKETCH;  // some are
-    // Shared memory: a tile as first operands [STEPS][PIECES][32], and rotated as floats [16][ROW].
-    static constexpr int ROW = D + 4, ROTATED_AT = STEPS * PIECES * 512, BYTES = ROTATED_AT + (TWICE ? 16 * ROW * 4 : 0);
+    // Shared memory: a tile's pieces, and rotated as floats [16][ROW].
+    static constexpr int ROW = D + 4, ROTATED_AT = Tile::BYTES, BYTES = ROTATED_AT + (TWICE ? 16 * ROW * 4 : 0);
     static constexpr int PAIRS = D / 2, EACH = 16 * PAIRS / THREADS;  // pairs of channels of a thread, the same ones of so many rows
     static_assert(THREADS % PAIRS == 0, "of one place in their rows");
 
@@ -51,12 +53,13 @@ struct Project {
     };
 
     const ProjectParams& params;
-    unsigned char* const shared;
+    const Tile operands;
+    float* const rotated;
     const int head, warp, lane, pair, first_row;
     Model fetched[EACH][2];
 
     __device__ __forceinline__ Project(const ProjectParams& p, unsigned char* s)
-        : params(p), shared(s), head(blockIdx.x % p.h_kv), warp(threadIdx.x / 32), lane(threadIdx.x % 32), pair(threadIdx.x % PAIRS), first_row(threadIdx.x / PAIRS) {}
+        : params(p), operands{s}, rotated(reinterpret_cast<float*>(s + ROTATED_AT)), head(blockIdx.x % p.h_kv), warp(threadIdx.x / 32), lane(threadIdx.x % 32), pair(threadIdx.x % PAIRS), first_row(threadIdx.x / PAIRS) {}
 
     // blockIdx: kv head and part of its tiles; slice.
     __device__ __forceinline__ void run() {
@@ -66,7 +69,7 @@ struct Project {
         const int rows = params.b * params.g * params.m, tiles = (rows + 15) / 16;
         const bool there = sixteen < slice.sixteens;
         uint4 matrix[STEPS][PIECES];
-        if (there) load(slice.matrix, sixteen, matrix);
+        if (there) Tile::load(Tile::columns(slice.matrix, sixteen), 0, matrix);
         const float2 kept = factors(slice), before = slice.rotates ? make_float2(params.scale, params.scale) : kept;
         if (!params.follows) {
             await_predecessor();
@@ -81,8 +84,8 @@ struct Project {
                 if (slice.rotates) rotate(kept);
             }
             if (there) {
-                float sum[2][4] = {};
-                multiply(matrix, sum);
+                typename Tile::Sum sum;
+                operands.times(matrix, 0, sum);
                 store(sum, slice, sixteen, tile, rows);
             }
             __syncthreads();  // nobody reads the operands any more
@@ -98,7 +101,7 @@ struct Project {
         slice -= OF_SKETCH;
         return {params.outlier_sketch, slice * EACH_SLICE, K::OUTLIER_SKETCH / 16, ROTATED + K::SKETCH, K::UNBIASING / max(K::OUTLIER_SKETCH, 1), TWICE, Slice::OUTLIERS};
     }
-    __device__ __forceinline__ const uint4* rotation() const { return params.rotation + (K::ROTATE == 2 ? head * (SIXTEENS * STEPS * PIECES * 32) : 0); }
+    __device__ __forceinline__ const uint4* rotation() const { return params.rotation + (K::ROTATE == 2 ? head * Tile::MATRIX : 0); }
 
     // Of the thread's two channels: what they are multiplied with where a slice's matrix meets them. Rotated ones have the scale of scores already.
     __device__ __forceinline__ float2 factors(const Slice& slice) const {
@@ -122,69 +125,27 @@ struct Project {
         }
     }
 
-    // Pieces of the thread's pairs of channels, x(i) of row first_row + i * (THREADS / PAIRS), as first operands. Ends with a barrier.
+    // The thread's pairs of channels, x(i) of row first_row + i * (THREADS / PAIRS). Ends with a barrier.
     template <class F>
     __device__ __forceinline__ void put(F x) const {
-        const int step = pair / 16 * 2 + pair % 4 / 2, word = pair % 2 * 2, column = pair % 16 / 4;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int row = first_row + i * (THREADS / PAIRS);
-            float2 two = x(i);
-#pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                const unsigned rounded = narrow_pair(two, BF16());
-                reinterpret_cast<unsigned*>(shared)[((step * PIECES + piece) * 32 + row % 8 * 4 + column) * 4 + word + row / 8] = rounded;
-                const float2 taken = widen_pair(rounded, BF16());
-                two = make_float2(sub(two.x, taken.x), sub(two.y, taken.y));
-            }
-        }
+        for (int i = 0; i < EACH; ++i) operands.put(first_row + i * (THREADS / PAIRS), pair, x(i));
         __syncthreads();
-    }
-
-    // A warp's sixteen columns of a matrix.
-    __device__ __forceinline__ void load(const uint4* matrix, int sixteen, uint4 (&to)[STEPS][PIECES]) const {
-        const uint4* from = fragments<PIECES>(matrix, STEPS, sixteen);
-#pragma unroll
-        for (int i = 0; i < STEPS * PIECES; ++i) to[i / PIECES][i % PIECES] = load_table(from + i * 32);
-    }
-
-    // sum: as multiply_floats, of the tile's operands.
-    __device__ __forceinline__ void multiply(const uint4 (&matrix)[STEPS][PIECES], float (&sum)[2][4]) const {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) times(matrix[step], step, sum);
-    }
-    __device__ __forceinline__ void times(const uint4 (&m)[PIECES], int step, float (&sum)[2][4]) const {
-        uint4 a[PIECES];
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) a[i] = reinterpret_cast<const uint4*>(shared)[(step * PIECES + i) * 32 + lane];
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-            for (int i = 0; i + piece < PIECES; ++i) {
-                multiply_tile(sum[0], a[i], m[piece].x, m[piece].y, BF16());
-                multiply_tile(sum[1], a[i], m[piece].z, m[piece].w, BF16());
-            }
-        }
     }
 
     // The tile's operands times the rotation, as operands again, times what a slice keeps of its channels. Ends with a barrier.
     __device__ __forceinline__ void rotate(float2 factors) const {
-        float* const rotated = reinterpret_cast<float*>(shared + ROTATED_AT);
 #pragma unroll 1
         for (int sixteen = warp; sixteen < SIXTEENS; sixteen += WARPS) {
-            const uint4* from = fragments<PIECES>(rotation(), STEPS, sixteen);
-            float sum[2][4] = {};
+            const uint4* const from = Tile::columns(rotation(), sixteen);
+            typename Tile::Sum sum;
 #pragma unroll 2
             for (int step = 0; step < STEPS; ++step) {
-                uint4 m[PIECES];
-#pragma unroll
-                for (int i = 0; i < PIECES; ++i) m[i] = load_table(from + (step * PIECES + i) * 32);
-                times(m, step, sum);
+                uint4 one[1][PIECES];
+                Tile::load(from, step, one);
+                operands.times(one, step, sum);
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                *reinterpret_cast<float2*>(rotated + (lane / 4 + i / 2 * 8) * ROW + sixteen * 16 + i % 2 * 8 + lane % 4 * 2) = make_float2(sum[i % 2][i / 2 * 2], sum[i % 2][i / 2 * 2 + 1]);
-            }
+            sum.each_pair(sixteen, [&](int row, int column, float2 x) { *reinterpret_cast<float2*>(rotated + row * ROW + column) = x; });
         }
         __syncthreads();
         put([&](int i) {
@@ -193,16 +154,14 @@ struct Project {
         });
     }
 
-    __device__ __forceinline__ void store(const float (&sum)[2][4], const Slice& slice, int sixteen, int tile, int rows) const {
+    __device__ __forceinline__ void store(const typename Tile::Sum& sum, const Slice& slice, int sixteen, int tile, int rows) const {
         const int each = params.g * params.m;
-#pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-            const int n = tile * 16 + lane / 4 + upper * 8;
-            if (n >= rows) continue;
-            float* const to = params.to + (static_cast<long long>(n / each * params.h_kv + head) * each + n % each) * COLUMNS + slice.to + sixteen * 16 + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sum[i][2 * upper] * slice.factor, sum[i][2 * upper + 1] * slice.factor);
-        }
+        sum.each_pair(sixteen, [&](int row, int column, float2 x) {
+            const int n = tile * 16 + row;
+            if (n >= rows) return;
+            float* const to = params.to + (static_cast<long long>(n / each * params.h_kv + head) * each + n % each) * COLUMNS + slice.to + column;
+            *reinterpret_cast<float2*>(to) = make_float2(x.x * slice.factor, x.y * slice.factor);
+        });
     }
 };
 

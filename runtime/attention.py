@@ -17,6 +17,7 @@ from torch import Tensor
 
 from artifacts import Format, LayerFormat, PageGeometry
 from runtime import jit, pieces, project, smooth
+from runtime.fragments import of_heads
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
@@ -77,7 +78,7 @@ class _Attend(ctypes.Structure):
 
 class _Merge(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("partial", "out", "ranges", "rotation", "mean")),
+        *((name, ctypes.c_void_p) for name in ("partial", "out", "ranges", "rotation", "fragments", "mean")),
         *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "grid", "each")),
     ]
@@ -178,6 +179,7 @@ class PagedAttention:
         self.columns = project.columns(key)  # numbers of a query that are made before attention
         self._matrices = project.matrices(key, self._moved(key_tables), dtype) if self.columns else {}
         self._turns: Tensor | None = None
+        self._restoring: Tensor | None = None
         self._settle()
 
     @staticmethod
@@ -239,6 +241,14 @@ class PagedAttention:
             self._settle()
         return self._turns
 
+    def restoring(self) -> Tensor:
+        """What brings back sums of rotated values where a block of the merge has many: P inverted as fragments, made
+        when a step first needs it."""
+        if self._restoring is None:
+            self._restoring = of_heads(self._tables[1]["rotation"], self.dtype)
+            self._settle()
+        return self._restoring
+
     def _settle(self) -> None:
         """Waits for the tables: kernels read them before they wait for the kernel before them."""
         if self.device.type == "cuda":
@@ -260,16 +270,16 @@ class PagedAttention:
         """
         return Step(self, key, value, lengths, offsets, m, scale, tokens)
 
-    def _side(self, index: int, side: PagedSide) -> _Side:
+    def _pointer(self, index: int, name: str) -> int | None:
         tables = self._tables[index]
+        return tables[name].data_ptr() if name in tables else None
 
-        def pointer(name: str) -> int | None:
-            return tables[name].data_ptr() if name in tables else None
-
+    def _side(self, index: int, side: PagedSide) -> _Side:
         return _Side(
             side.heads.data_ptr(), side.records.data_ptr(), side.segments.data_ptr(), side.table.data_ptr(),
-            side.sinks.data_ptr(), side.window.data_ptr(), pointer("values"), pointer("bands"), pointer("scale"),
-            pointer("zero"), pointer("mean"), side.table.stride(0), side.window.shape[1],
+            side.sinks.data_ptr(), side.window.data_ptr(),
+            *(self._pointer(index, name) for name in ("values", "bands", "scale", "zero", "mean")),
+            side.table.stride(0), side.window.shape[1],
         )  # fmt: skip
 
 
@@ -315,10 +325,10 @@ class Step:
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._stream = lambda: kernels._stream(kernels.device)
-        self._merge_threads, most = module.integers["merge_threads"], module.integers["merge_sequences"]
-        each = merged(most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
+        self._merge_threads = module.integers["merge_threads"]
+        at_once, most = module.integers["merge_sequences"], module.integers["merge_most"]
+        each = merged(at_once, most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
-        values = kernels._tables[1]
         pairs = b * kernels.h_kv
         aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
         turned = kernels.turns() if module.integers["attend_turns"] else None
@@ -340,7 +350,8 @@ class Step:
         )  # fmt: skip
         self.merge_params = _Merge(
             partial.data_ptr(), 0, ranges.data_ptr(),
-            *(values[name].data_ptr() if name in values else None for name in ("rotation", "mean")),
+            kernels._pointer(1, "rotation"), kernels.restoring().data_ptr() if most > at_once else None,
+            kernels._pointer(1, "mean"),
             0, 0, 0, *sizes, places, each,
         )  # fmt: skip
 
@@ -386,10 +397,11 @@ class Step:
         self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
 
 
-def merged(most: int, warps: int, results: int, processors: int) -> int:
-    """Sequences of a block of the merge, at most `most`: as few for each of its warps as leave one block a
-    multiprocessor. results: rows of all sequences and kv heads."""
-    return min(most, warps * -(-results // (processors * warps)))
+def merged(at_once: int, most: int, warps: int, results: int, processors: int) -> int:
+    """Sequences of a block of the merge: as few for each of its warps as leave one block a multiprocessor; if that is
+    more than it takes at once, as often as leaves two, at most `most`. results: rows of all sequences and kv heads."""
+    each = warps * -(-results // (processors * warps))
+    return each if each <= at_once else min(most, at_once * -(-results // (2 * processors * at_once)))
 
 
 def _strides(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

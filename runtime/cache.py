@@ -88,11 +88,12 @@ class LayerCache(CacheLayer):
 
     def _make_step(self, h_q: int) -> LayerStep:
         key, value = self.key, self.value
-        tables, dtype = (key.codec.tables, value.codec.tables), key.buffer.dtype
+        dtype = key.buffer.dtype
         kernels = PagedAttention(
             key.geometry,
             value.geometry,
-            *tables,
+            key.codec.tables,
+            value.codec.tables,
             self._turning,
             h_q,
             dtype,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from artifacts import Bundle, PageGeometry
+from runtime.fragments import of_heads
 from runtime.jit import Module, Unit
-from runtime.pack import fragments
 from runtime.pack_units import INPUTS
 from runtime.parts import rotate
 from runtime.units import side_struct
@@ -68,20 +68,14 @@ def units(bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.
 
 def matrices(key: PageGeometry, tables: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """What the kernel for queries of `dtype` reads of a layer's tables of keys, by its parameters' names; matrices as
-    fragments of bfloat16 pieces, three for numbers of four bytes and two for others."""
-    fmt, pieces = key.format, 3 if dtype == torch.float32 else 2
-    found = {}
-
-    def times(matrix: Tensor) -> Tensor:
-        return fragments(matrix, torch.bfloat16, count=pieces)
-
+    fragments."""
+    fmt, found = key.format, {}
     if fmt.rotate:
-        matrix = rotate.inverse_matrix(rotate.prepared(dict(tables))).mT
-        found["rotation"] = torch.stack([times(x) for x in (matrix if matrix.dim() == 3 else matrix[None])])
+        found["rotation"] = of_heads(rotate.inverse_matrix(rotate.prepared(dict(tables))).mT, dtype)
     if fmt.sketch:
-        found["sketch"] = times(tables["sketch"].mT)
+        found["sketch"] = of_heads(tables["sketch"].mT, dtype)
     if fmt.sketch and fmt.sketch.outliers:
-        found["outlier_sketch"] = times(tables["outlier_sketch"].mT)
+        found["outlier_sketch"] = of_heads(tables["outlier_sketch"].mT, dtype)
         found["outlier_mask"] = tables["outlier_mask"]
     return {name: x.contiguous() for name, x in found.items()}
 

@@ -30,7 +30,7 @@ WRITE_THREADS = 512
 # What a module of attention says of itself: see `attend_unit`.
 INTEGERS = (
     "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "attend_turns",
-    "merge_threads", "merge_sequences",
+    "merge_threads", "merge_sequences", "merge_most",
 )  # fmt: skip
 
 
@@ -231,9 +231,9 @@ def attend_unit(
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
     `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). Where
-    `attend_turns` is not 0, a launch needs what `runtime.turns` makes. A block of
-    the merge has `merge_threads` threads and `merge_sequences` sequences of a kv head. scoring: its numbers come with
-    each launch.
+    `attend_turns` is not 0, a launch needs what `runtime.turns` makes. A block of the merge has `merge_threads` threads
+    and takes `merge_sequences` sequences of a kv head at once, `merge_most` in all. scoring: its numbers come with each
+    launch.
     """
     d = key.shape.d
     source = f"""#include "attend.cuh"
@@ -255,12 +255,13 @@ extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS
 extern "C" __device__ int attend_turns = Plan::TURNS;
 using Merging = signpost::Merge<Shape>;
 extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
+extern "C" __device__ int merge_most = Merging::MOST;
 extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     signpost::attend<Shape>(params, shared);
 }}
-extern "C" __global__ void __launch_bounds__(Merging::THREADS)
+extern "C" __global__ void __launch_bounds__(Merging::THREADS, Merging::BLOCKS)
 merge(const __grid_constant__ signpost::MergeParams params) {{
     __shared__ __align__(16) float shared[Merging::SHARED];
     Merging::run(params, shared);

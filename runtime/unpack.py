@@ -14,8 +14,9 @@ from torch import Tensor
 from artifacts import Bundle, PageGeometry, Rope
 from runtime import jit, pieces
 from runtime.codec import Codec
+from runtime.fragments import fragments, of_heads, pieces_of
 from runtime.jit import KernelError, Unit
-from runtime.pack import check_ids, fragments
+from runtime.pack import check_ids
 from runtime.pack_units import INPUTS
 from runtime.parts import banded, dense, rotate
 from runtime.rope import Rotation
@@ -123,21 +124,19 @@ def _tables(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
     of bfloat16 pieces, three for numbers of four bytes and two for others."""
     key = "unpack", dtype
     if key not in codec.derived:
-        codec.derived[key] = _made(codec, 3 if dtype == torch.float32 else 2)
+        codec.derived[key] = _made(codec, dtype)
     return codec.derived[key]
 
 
-def _made(codec: Codec, pieces: int) -> dict[str, Tensor]:
-    fmt, tables = codec.geometry.format, codec.tables
+def _made(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
+    fmt, tables, pieces = codec.geometry.format, codec.tables, pieces_of(dtype)
     found: dict[str, Tensor] = {n: tables[n].float() for n in ("scale", "zero", "mean") if n in tables}
     if fmt.dense:
         found["values"] = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device).float()
     if fmt.banded:
         found["bands"] = banded.pack_tables(tables)
     if fmt.rotate:
-        matrix = rotate.inverse_matrix(tables)
-        each = matrix if matrix.dim() == 3 else matrix[None]
-        found["unrotation"] = torch.stack([fragments(x, torch.bfloat16, count=pieces) for x in each])
+        found["unrotation"] = of_heads(rotate.inverse_matrix(tables), dtype)
     if fmt.sketch:
         found["sketch"] = fragments(tables["sketch"], torch.bfloat16, count=pieces)
     if fmt.sketch and fmt.sketch.outliers:

@@ -322,6 +322,16 @@ SIGNPOST_ATOMIC N atomicAdd(N* to, N x) {
     return before;
 }
 
+template <typename N>
+N __ldg(const N* p) {
+    return *p;
+}
+inline float __uint_as_float(unsigned x) {
+    float y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
+
 // ---- what cuda/overlap.cuh and cuda/transpose.cuh say in assembly ----
 
 namespace signpost {
@@ -333,5 +343,33 @@ inline unsigned transpose8(unsigned x) {
     unsigned y = 0;
     for (int e = 0; e < 2; ++e) y |= static_cast<unsigned>(all[(2 * c + e) * 4 + r / 2] >> 16 * (r % 2) & 0xFFFFu) << 16 * e;
     return y;
+}
+
+// ---- what cuda/pieces.cuh says in assembly ----
+
+inline float bfloat_at(unsigned pair, int which) { return __uint_as_float(which ? pair & 0xFFFF0000u : pair << 16); }
+inline unsigned as_bfloats(float2 x) {
+    unsigned y = 0;
+    for (int i = 0; i < 2; ++i) {
+        unsigned bits;
+        std::memcpy(&bits, i ? &x.y : &x.x, 4);
+        const bool number = (bits & 0x7FFFFFFFu) <= 0x7F800000u;
+        y |= (number ? (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16 : 0x7FFFu) << 16 * i;
+    }
+    return y;
+}
+// Lane 4 r + c of a: rows r and r + 8 (words 0 and 1), columns 2 c and the next; words 2 and 3: columns 8 further on. Of b: those rows of column r. Exact sums, rounded once.
+inline void mma_bfloats(float (&sum)[4], uint4 a, unsigned b0, unsigned b1) {
+    const uint64_t mine[3] = {a.x | static_cast<uint64_t>(a.y) << 32, a.z | static_cast<uint64_t>(a.w) << 32, b0 | static_cast<uint64_t>(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const auto number = [&](int i, int lane, int word, int k) { return static_cast<double>(bfloat_at(static_cast<unsigned>(all[i][lane] >> 32 * word), k % 2)); };
+    const int lane = emulator::current->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        double total = sum[i];
+        for (int k = 0; k < 16; ++k) total += number(k / 8, row * 4 + k % 8 / 2, i / 2, k) * number(2, column * 4 + k % 8 / 2, k / 8, k);
+        sum[i] = static_cast<float>(total);
+    }
 }
 }  // namespace signpost

@@ -159,9 +159,11 @@ def test_warps_alone_with_several_new_tokens(monkeypatch):
     check(case(with_outliers(0.02), 2), [2, 66, 700, 130], 2)
 
 
-def test_warps_alone_with_more_sequences_than_lanes(monkeypatch):
+@pytest.mark.parametrize("formats", [with_outliers(0.02), BANDED], ids=["outliers", "banded"])
+def test_warps_alone_with_more_sequences_than_lanes(formats, monkeypatch):
+    """And than a block of the merge takes at once, where values are rotated."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
-    check(case(with_outliers(0.02), 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10)
+    check(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10)
 
 
 def test_more_sequences_than_lanes():

@@ -3,10 +3,12 @@
 compute-sanitizer --tool racecheck python -m tests.gpu.small_scenes
 """
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
+from artifacts import Dense, Format, LayerFormat, Rotate, Sketch
 from runtime.attention import PagedAttention
 from runtime.units import ONE_BLOCK, Scoring, Sharing
 from tests.formats import kivi, kvquant
@@ -14,6 +16,9 @@ from tests.gpu.paged import Scene
 from tests.gpu.test_attention import with_formats
 
 ALONE = Sharing(1, alone=True)
+SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), kivi(2).value)
+LLOYD = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+ROTATED = LayerFormat(replace(LLOYD, sketch=Sketch(64)), LLOYD)
 
 
 def full_precision() -> None:
@@ -27,12 +32,12 @@ def full_precision() -> None:
 
 
 def pages() -> None:
-    """Pages by bytes with one and two query rows a kv head, by tiles with one, four and eight; warps of a block, and
-    alone."""
+    """Pages by bytes with one and two query rows a kv head, by tiles with one, four and eight; keys that are sketched and
+    rotated; warps of a block, and alone."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
             by_bytes, by_tiles = ((kvquant(2), 2), (kvquant(3), 4)), ((kvquant(4), 8), (kvquant(2), 16))
-            for formats, h_q in (*by_bytes, *by_tiles, (kivi(2), 2), (kivi(2), 8)):
+            for formats, h_q in (*by_bytes, *by_tiles, (kivi(2), 2), (kivi(2), 8), (SKETCHED, 8), (ROTATED, 2)):
                 scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
                 assert torch.isfinite(scene.run(scene.query())).all()
 

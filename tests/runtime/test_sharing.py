@@ -59,8 +59,19 @@ def test_lengths_that_steps_are_dealt_out_for(most, expected):
 
 
 @pytest.mark.parametrize(
-    ("most", "results", "expected"),
-    [(1, 1, 1), (1, 10**6, 1), (8, 1, 8), (8, 10**6, 8), (16, 1, 8), (16, 1056, 8), (16, 1057, 16), (16, 10**6, 16)],
+    ("at_once", "most", "results", "expected"),
+    [
+        (1, 1, 1, 1),
+        (1, 1, 10**6, 1),
+        (8, 8, 1, 8),
+        (8, 8, 10**6, 8),
+        (16, 128, 1, 8),
+        (16, 128, 1056, 8),
+        (16, 128, 1057, 16),
+        (16, 128, 4224, 16),  # two blocks of 16 for each of 132 multiprocessors
+        (16, 128, 4225, 32),
+        (16, 128, 10**6, 128),
+    ],
 )
-def test_sequences_of_a_block_of_the_merge(most, results, expected):
-    assert merged(most, 8, results, GRID) == expected
+def test_sequences_of_a_block_of_the_merge(at_once, most, results, expected):
+    assert merged(at_once, most, 8, results, GRID) == expected
