@@ -222,7 +222,7 @@ struct Softmax {
     __device__ __forceinline__ void store(int slot) {
         float weights[NT][2];
         join(weights);
-        __syncthreads();  // readers of an earlier result, and of the ring, are done
+        meet_twice();  // readers of an earlier result, and of the ring, are done
         leave_state();
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {

@@ -32,8 +32,8 @@ def full_precision() -> None:
 
 
 def pages() -> None:
-    """Pages by bytes with one and two query rows a kv head, by tiles with one, four and eight; keys that are sketched and
-    rotated; warps of a block, and alone."""
+    """Pages by bytes with one and two query rows a kv head, by tiles with one, four and eight; keys that are sketched
+    and rotated; warps of a block, and alone."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
             by_bytes, by_tiles = ((kvquant(2), 2), (kvquant(3), 4)), ((kvquant(4), 8), (kvquant(2), 16))
