@@ -37,7 +37,7 @@ from runtime.hf_decoder import HFDecoder
 from runtime.intake import Intake
 
 PROMPTS = 3  # whose median time counts
-WORK = 1_600_000  # bytes of a step's work space that a sequence takes, logits above all
+WORK = 600_000  # bytes of a step's work space that a sequence takes, logits above all
 
 
 @dataclass

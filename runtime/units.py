@@ -23,7 +23,7 @@ from runtime.smooth import is_smooth
 from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
-SEVERAL, MANY = 2, 7  # sequences' kv heads a multiprocessor
+SEVERAL, MANY, MANY_BY_TILES = 2, 7, 12  # sequences' kv heads a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
@@ -200,7 +200,8 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     codes of many bits, which take so much shared memory that few are left, only where sequences are short.
     """
     pairs = b * h_kv
-    if pairs >= MANY * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
+    many = MANY if takes else MANY_BY_TILES
+    if pairs >= many * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
         return Sharing(1, True)
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     return Sharing(2 if pairs >= SEVERAL * processors and (not large or tokens <= SHORT) else 1)

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.attention import merged
 from runtime.sources import kernel_folder
-from runtime.units import ANY, MANY, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings, spans
+from runtime.units import ANY, MANY, MANY_BY_TILES, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings, spans
 from tests.formats import kivi, kvquant
 
 GRID, PLAIN = 132, kivi(2)
@@ -24,16 +24,16 @@ def plain_nuq(bits):
     [
         (PLAIN, False, True, SEVERAL * GRID - 1, 100, Sharing(1)),
         (PLAIN, False, True, SEVERAL * GRID, 100000, Sharing(2)),
-        (PLAIN, False, True, MANY * GRID - 1, SHORT, Sharing(2)),
-        (PLAIN, False, True, MANY * GRID, SHORT, Sharing(1, alone=True)),
-        (PLAIN, False, False, MANY * GRID, SHORT, Sharing(2)),
-        (PLAIN, False, True, MANY * GRID, SHORT + 1, Sharing(2)),
+        (PLAIN, False, True, MANY_BY_TILES * GRID - 1, SHORT, Sharing(2)),
+        (PLAIN, False, True, MANY_BY_TILES * GRID, SHORT, Sharing(1, alone=True)),
+        (PLAIN, False, False, MANY_BY_TILES * GRID, SHORT, Sharing(2)),
+        (PLAIN, False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(2)),
         (kvquant(2), True, True, SEVERAL * GRID, SHORT, Sharing(2)),
         (kvquant(2), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
         (kvquant(2), True, True, MANY * GRID - 1, SHORT + 1, Sharing(1)),
         (kvquant(2), True, True, MANY * GRID, SHORT + 1, Sharing(1, alone=True)),
-        (kivi(4), False, False, MANY * GRID, SHORT, Sharing(2)),
-        (kivi(4), False, True, MANY * GRID, SHORT + 1, Sharing(1)),
+        (kivi(4), False, False, MANY_BY_TILES * GRID, SHORT, Sharing(2)),
+        (kivi(4), False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(1)),
         (plain_nuq(3), True, True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
         (plain_nuq(4), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
     ],
