@@ -32,7 +32,10 @@ def replace_folder(destination: Path, files: Mapping[str, bytes], ours: Owned) -
     refuse_foreign(destination, ours, str(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = destination.parent / f".saving-{secrets.token_hex(8)}"
-    staging.mkdir()
+    try:
+        staging.mkdir()
+    except OSError as error:  # it names the folder that was asked for
+        raise OSError(error.errno, error.strerror, str(destination)) from error
     try:
         for name, data in files.items():
             _write(staging / name, data)

@@ -50,9 +50,10 @@ def bundle_card(bundle: Bundle) -> str:
         "## Made from",
         _provenance(bundle),
         "## Use",
-        "`pip install 'signpost-kv[hf]'`, fetch the bundle with `python -m artifacts pull`, and:",
+        "With Signpost installed, its extra `hf` too, fetch the bundle with `python -m artifacts pull`, and:",
         _USE,
-        "The bundle fits this model alone: loading it with another one is refused. It holds no text and no weights.",
+        "The bundle is of this model: one of another architecture or shape is refused. Fine-tuned weights of the same "
+        "shape are not, but what calibration learned is of the ones above. It holds no text and no weights.",
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -107,7 +107,7 @@ class FolderReader:
                 ) from error
             if error.errno == errno.ENXIO:  # a socket, or a device that is not there
                 raise BundleCorruptError(f"{self.path / name} is not a plain file. Fetch the bundle again") from error
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
 
     def _copy(self, handle: int, name: str, length: int) -> bytearray:
         data = bytearray(length)

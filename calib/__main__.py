@@ -8,13 +8,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from artifacts import Bundle
 from artifacts.errors import SignpostError
-from calib.config import Settings, register
+from calib.config import ConfigError, Settings, register
 from calib.names import CONF
 from calib.options import allowed, check_names, check_words
 
@@ -32,13 +33,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Without it cuBLAS may add up in another order from call to call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+SEVERAL = {"-m", "--multirun"}
+ELSE = {"-h", "--help", "--hydra-help", "-i", "--info", "-c", "--cfg"}  # that is all they do
 COMPLETION = {"-sc", "--shell-completion"}  # a shell asks, and its options are none of ours
 
 
 def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
     """One run. stores: statistics of this command's earlier runs by folder."""
     with _one_line_errors():
-        settings = Settings.of(composed)
+        settings = Settings.of(composed, HydraConfig.get().overrides.task)
         if os.environ.get("RANK", "0") == "0":  # of several ranks the first one reads and writes
             from calib.early import check
 
@@ -72,9 +75,23 @@ def _job(composed: DictConfig, stores: dict[Path, Any]) -> None:
                 tell(bundle)
 
 
-def _run(stores: dict[Path, Any]) -> None:
-    """What Hydra makes of the command line."""
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(partial(_job, stores=stores))()
+def _check(composed: DictConfig, outs: dict[str, str]) -> None:
+    """Looks at one of several runs (-m) before the first of them begins. outs: where those before it save, and what
+    they are."""
+    with _one_line_errors():
+        given = HydraConfig.get().overrides.task
+        out = Settings.of(composed, given).config.out
+        if before := outs.get(os.path.realpath(out)):
+            raise ConfigError(
+                f"{' '.join(given)} would save to {out}, as {before} would: name the folder by what differs, such as "
+                "'out=bundles/${model.name}-${bits}-${seed}'"
+            )
+        outs[os.path.realpath(out)] = " ".join(given)
+
+
+def _run(job: Callable[[DictConfig], None]) -> None:
+    """Hands what Hydra makes of the command line to a job, once or several times."""
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
 
 
 class Terminated(KeyboardInterrupt):
@@ -104,7 +121,8 @@ def _told_what_is_kept(store: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         kept = f"the same command continues from {store.folder}, which is kept for it"
-        stop.args = (kept if store.kept else "nothing was saved yet, the same command starts from the beginning",)
+        told = kept if store.kept else "nothing was saved yet, the same command starts from the beginning"
+        stop.args = (*stop.args, told)
         raise
 
 
@@ -169,7 +187,7 @@ def main() -> None:
     """Entry point."""
     if COMPLETION & set(sys.argv[1:]):
         register()
-        return _run({})
+        return _run(partial(_job, stores={}))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # Hydra prints errors in its own way and exits with 1, unless it is told to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -183,9 +201,12 @@ def main() -> None:
         check_names(options)
         # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
+        if SEVERAL & set(flags) and not ELSE & set(flags):
+            sys.argv[1:] = [*flags, *(option for option in options if not option.startswith("launcher="))]
+            _run(partial(_check, outs={}))
         sys.argv[1:] = [*flags, *options]  # flags first: argparse wants the options in one piece
         stores: dict[Path, Any] = {}
-        _run(stores)
+        _run(partial(_job, stores=stores))
         if os.environ.get("WORLD_SIZE", "1") != "1":
             from calib.ranks import leave
 
@@ -193,7 +214,8 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":  # all is done: nobody has to continue
             for store in stores.values():
                 if not store.clear():
-                    print(f"{store.folder} stays: other runs have saved there what they continue from", file=sys.stderr)
+                    stays = "other runs have saved there what they continue from; if none will, delete it"
+                    print(f"{store.folder} stays: {stays}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from artifacts import Format, LayerFormat
+from artifacts import Bundle, Format, LayerFormat
 from artifacts.codes import BITS
 from artifacts.errors import FormatError, SignpostError
 from artifacts.format import from_json
@@ -23,6 +23,13 @@ MAX_SEED = 2**32 - 1
 SHARES = f"numbers from 0 (none) to {LARGEST}"
 DEVICES = r"auto|cpu|cuda(:\d+)?|split"
 WORK = ".signpost-work"
+FOR_RECIPES = ("bits", "outliers", "sinks")  # options that recipes may read
+_ELSEWHERE = {
+    "bits": "widths are said by part, such as method.value.dense.bits",
+    "outliers": "recipes with outliers have the part `sparse`, as kvquant",
+    "sinks": "windows are said by side, such as method.key.window.sinks",
+}
+CHECKED = 96  # tokens through the real cache, where pages are no larger
 NAMED = ("first_half", "second_half", "sliding")
 
 
@@ -62,12 +69,13 @@ class EvalConfig(TextConfig):
 
     tokens        tokens of text at most (null: all of it)
     seqlen        tokens per window (null: `seqlen`); quality and bits are stated at this length
-    cache_tokens  tokens that are also decoded one by one through the real cache, as a check (0: no check)
+    cache_tokens  tokens that are also decoded one by one through the real cache, as a check (0: no check; null: 96, or
+                  more where that fills no page of some side)
     """
 
     tokens: int | None = 8192
     seqlen: int | None = None
-    cache_tokens: int = 96
+    cache_tokens: int | None = None
 
 
 @dataclass
@@ -148,20 +156,45 @@ def register(scratch: str = ".") -> None:
     ConfigStore.instance().store(name="schema", node=Config)
 
 
-def _bundle_path(model: str, method: str, bits: int, budget: str | None) -> str:
-    """Where a bundle goes that nobody has named."""
-    return f"bundles/{model}-{f'auto-{budget}' if budget else f'{method}-{bits}bit'}"
+def _bundle_path(model: str, method: str, budget: str | None, *, _root_: DictConfig) -> str:
+    """Where a bundle goes that nobody has named: by model and recipe, and what was set for the recipe."""
+    if budget:
+        return f"bundles/{model}-auto-{budget}"
+    used = [name for name in FOR_RECIPES if name not in unread(_root_)]
+    width = [f"{_root_.bits}bit"] if "bits" in used else []
+    others = [name for name in used if name != "bits" and _root_[name] != getattr(Config, name)]
+    return "-".join([f"bundles/{model}", method, *width, *(f"{name}{_root_[name]}" for name in others)])
+
+
+def unread(composed: DictConfig) -> frozenset[str]:
+    """Which of the options for recipes the one at hand does not read, or, with a budget, the candidates."""
+    read = OmegaConf.to_yaml(composed.method if composed.budget is None else composed.candidates, resolve=False)
+    return frozenset(name for name in FOR_RECIPES if f"${{{name}}}" not in read)
+
+
+def _require_read(composed: DictConfig, given: Sequence[str]) -> None:
+    """Raises ConfigError where an option was given that nothing reads, unless it asks for none where there is none."""
+    for name in sorted(unread(composed)):
+        values = [text.partition("=")[2] for text in given if text.startswith(f"{name}=")]
+        if not values or (name != "bits" and composed[name] == 0):
+            continue
+        where = f"method={composed.method.name} does not read it ({_ELSEWHERE[name]})"
+        if composed.budget is not None:
+            where = f"budget={composed.budget} chooses from candidates={composed.candidates.name}, which do not read it"
+        raise ConfigError(f"{name}={values[-1]}: {where}: leave it out")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The validated configuration; what the rest of calib sees."""
+    """The validated configuration; what the rest of calib sees. unread: options that have no part in it."""
 
     config: Config
+    unread: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, composed: DictConfig) -> "Settings":
-        """Converts what Hydra composed. Raises ConfigError or FormatError before any model is loaded."""
+    def of(cls, composed: DictConfig, given: Sequence[str] = ()) -> "Settings":
+        """Converts what Hydra composed; given: options as they were given. Raises ConfigError or FormatError before any
+        model is loaded."""
         try:
             config = OmegaConf.to_object(composed)
         except MissingMandatoryValue as error:
@@ -173,8 +206,9 @@ class Settings:
         for text in (config.data, config.eval):
             if text.path is not None:
                 text.source = "text"
-        settings = cls(config)
+        settings = cls(config, unread(composed))
         settings._validate()
+        _require_read(composed, given)
         return settings
 
     @property
@@ -197,8 +231,8 @@ class Settings:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Plain data of the whole configuration, for provenance."""
-        return asdict(self.config)
+        """Plain data of the configuration, for provenance: all of it that something reads."""
+        return {name: value for name, value in asdict(self.config).items() if name not in self.unread}
 
     def _validate(self) -> None:
         c = self.config
@@ -218,7 +252,7 @@ class Settings:
         if c.most_us is not None and (c.speed is None or not c.most_us > 0):
             raise ConfigError(
                 f"most_us={c.most_us}: microseconds above 0, by a file of times (speed=FILE, which "
-                "`python -m benchmarks.pair_speed` writes)"
+                "`python -m benchmarks.pair_speed` writes, in a checkout of Signpost)"
             )
         if c.speed is not None and c.budget is None:
             raise ConfigError(f"speed={c.speed}: only a choice by budget= weighs times; set one, or leave it out")
@@ -245,13 +279,23 @@ class Settings:
         e, seqlen = self.config.eval, self.eval_seqlen
         _at_least({"eval.seqlen": (seqlen, 2)})
         if e.tokens is not None and e.tokens < seqlen:
+            window = f"eval.seqlen={seqlen}" if e.seqlen is not None else f"seqlen={seqlen} (eval.seqlen=null takes it)"
             raise ConfigError(
-                f"eval.tokens={e.tokens} do not fill one window of eval.seqlen={seqlen}: raise one or lower the other"
+                f"eval.tokens={e.tokens} do not fill one window of {window}: raise eval.tokens, set it to null for all "
+                "of the text, or lower the window"
             )
-        if e.cache_tokens < 0 or e.cache_tokens == 1:
+        if e.cache_tokens is not None and (e.cache_tokens < 0 or e.cache_tokens == 1):
             raise ConfigError(
                 f"eval.cache_tokens={e.cache_tokens}: at least 2 (one predicts the next), or 0 for no check"
             )
+
+    def cache_tokens(self, bundle: Bundle) -> int:
+        """Tokens that are checked through the real cache: enough for a page of every side, and some behind it."""
+        if self.config.eval.cache_tokens is not None:
+            return self.config.eval.cache_tokens
+        windows = [(side.format.window, side.format.t) for side in bundle.geometry.sides]
+        filled = max((window.sinks + window.recent + t for window, t in windows), default=0)
+        return min(max(CHECKED, filled + CHECKED // 3), self.eval_seqlen)
 
     @property
     def eval_seqlen(self) -> int:

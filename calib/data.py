@@ -183,6 +183,8 @@ def _read(path: Path) -> str:
             raise DataError(
                 f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first"
             ) from error
+        except OSError as error:
+            raise DataError(f"{file} cannot be read ({error.strerror}): name a text that can") from error
     content = "\n".join(parts)
     if not content.strip():
         raise DataError(f"{path} is empty: name a file with text")

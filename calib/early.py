@@ -66,6 +66,8 @@ def text_files(path: Path, name: str | None = None) -> list[Path]:
     """
     if not path.exists():
         raise DataError(f"{name or path} does not exist: name a UTF-8 text file or a folder of .txt files")
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        raise DataError(f"{name or path} cannot be read (no permission): name a file or folder that can")
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{name or path} holds no .txt file: name a UTF-8 text file or a folder of .txt files")

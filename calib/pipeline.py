@@ -97,7 +97,11 @@ def finished(
         console.print(Text(f"saved {path}"), soft_wrap=True)
         n = settings.eval_seqlen
         with within_memory(f"in a window of eval.seqlen={n} tokens", f"set eval.seqlen={n // 2}; {path} is calibrated"):
-            result = evaluate(model, bundle, text, settings.config.eval.cache_tokens, progress)
+            try:
+                result = evaluate(model, bundle, text, settings.cache_tokens(bundle), progress)
+            except KeyboardInterrupt as stop:
+                stop.args = (f"{path} is saved, without its evaluation",)
+                raise
         bundle = bundle.with_evaluation(result)
         bundle.save(path)
     return bundle

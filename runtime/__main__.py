@@ -59,6 +59,10 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
     generate.add_argument("--max-new-tokens", type=_at_least(1), default=128, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="for temperature above 0: draw from the likeliest tokens "
+        "that together have this probability; default: 1, all"
+    )  # fmt: skip
     generate.add_argument("--seed", type=int, default=0, help="for temperature above 0; default: 0")
     compile_ = commands.add_parser(
         "compile",
@@ -114,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "bench":
             _bench(options, load(options.bundle), console)
             return _left()
-        _generate(options, Sampling(options.temperature, seed=options.seed), load(options.bundle), console)
+        _generate(options, Sampling(options.temperature, options.top_p, options.seed), load(options.bundle), console)
         return _left()
     except KeyboardInterrupt:
         if sys.stdout.isatty():
@@ -253,7 +257,7 @@ def _generate(options: argparse.Namespace, sampling: Sampling, bundle: Bundle, c
     drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature:
         torch.manual_seed(sampling.seed)
-        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": None, "top_k": 0}
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     start = time.perf_counter()
     ids = cast(Any, model).generate(
         **prompt, **with_cache(model, cache), **drawn, max_new_tokens=options.max_new_tokens,
@@ -295,4 +299,5 @@ def _standard_input() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is loaded: see runtime/__init__.py
     sys.exit(main())

@@ -268,6 +268,8 @@ class KVCache:
         prompt: int = 0,
         budget: int | None = None,
     ):
+        if not isinstance(bundle, Bundle):
+            raise TypeError(f"bundle={bundle!r}: load it with runtime.load(path)")
         if b < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
         if budget is not None and max_tokens is None:

@@ -155,6 +155,8 @@ class Engine:
 
         Nothing happens to one that was dropped before or has failed. Raises RequestError for another engine's.
         """
+        if not isinstance(prefix, Prefix):
+            raise RequestError(f"{prefix!r} is no prefix: give what `Engine.prefix` returned")
         if prefix.sequence is None or prefix.dropped:
             return
         self.prefixes.require(prefix)
@@ -166,10 +168,11 @@ class Engine:
         prompt: Sequence[int],
         max_new_tokens: int,
         sampling: Sampling | None = None,
-        stop: Sequence[int | Sequence[int]] = (),
+        stop: int | Sequence[int | Sequence[int]] = (),
         prefix: Prefix | None = None,
     ) -> Generation:
-        """Queues a request; `stop` are tokens, or sequences of tokens, that end it; `prefix` is what it begins with.
+        """Queues a request; `stop` is a token, or several tokens or sequences of tokens, that end it; `prefix` is what
+        it begins with.
 
         Raises RequestError for what can never be served: an empty prompt, tokens that the model does not have, more
         tokens than the model or the cache holds, a prefix that has failed or was dropped.
@@ -180,7 +183,7 @@ class Engine:
             raise RequestError(f"the prompt is empty: give at least one token{' behind the prefix' if prefix else ''}")
         if not whole(max_new_tokens) or max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={max_new_tokens}: must be at least 1, a whole number")
-        ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in stop)
+        ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in ((stop,) if isinstance(stop, int) else stop))
         if () in ends:
             raise RequestError("an empty stop sequence: name at least one token in each")
         request = Generation(

@@ -129,6 +129,8 @@ class SignpostCache(AttendingCache):
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: must be at least 1, or None to grow")
         bundle = share_of(model, bundle)
         super().__init__(model)
         self.bundle, self.max_tokens = bundle, max_tokens

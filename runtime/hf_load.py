@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import hf_hub_url
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
@@ -51,6 +52,8 @@ def _require_place(name: str, path: str) -> None:
             raise ModelLoadError(f"cannot load the model {name!r}: the folder has no config.json. {_KNOWN}")
         return
     known = _names()
+    if name == "local":  # of `python -m calib`, where model.path= names the folder
+        raise ModelLoadError(f"cannot load the model 'local': name its folder. {_KNOWN}")
     if "/" not in name and name not in known and (meant := get_close_matches(name, known, 1, 0.8)):
         # Said before the hub is asked, which takes long where it fails.
         raise ModelLoadError(f"cannot load the model {name!r}: there is no such folder; is {meant[0]} meant?")
@@ -117,15 +120,35 @@ def load_causal_lm(
             model = AutoModelForCausalLM.from_pretrained(
                 path, revision=revision, dtype=DTYPES.get(dtype, "auto"), **where
             )
+    except SafetensorError as error:
+        raise ModelLoadError(
+            f"cannot load the model {name!r}: its weights are damaged ({error}): copy or download them again"
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: {_failure(name, path, error)}") from error
+    try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        found = "" if Path(path).exists() else f"there is no such folder, and as {path} on the hub: "
-        raise ModelLoadError(f"cannot load the model {name!r}: {found}{reason} {_KNOWN}") from error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelLoadError(
+            f"cannot load the tokenizer of {name!r}: {reason}: its files (tokenizer.json, tokenizer_config.json) lie "
+            "beside the model's"
+        ) from error
     if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()} and gpus:
         raise ModelLoadError(f"{name!r} does not fit GPUs {list(gpus)}: give it more GPUs, or dtype=bfloat16")
     placed = model if gpus or sharded else cast(Any, model).to(target)
     return placed.eval().requires_grad_(False), tokenizer
+
+
+def _failure(name: str, path: str, error: Exception) -> str:
+    """Why a model could not be loaded, and the way out."""
+    if isinstance(error, PermissionError):
+        return f"{error.filename or path} cannot be read ({error.strerror})"
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if Path(path).exists():
+        return f"{reason} {_KNOWN}"
+    way = f"Download it where there is a network (hf download {path}), or name a folder" if name in _names() else _KNOWN
+    return f"there is no such folder, and as {path} on the hub: {reason} {way}"
 
 
 def _shared_device(name: str) -> torch.device:

@@ -120,7 +120,8 @@ class PagedAttention:
     planned: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(
-        self, key, value, key_tables, value_tables, rotation, h_q, dtype, device, scoring: Scoring = ALL_PLAIN
+        self, key, value, key_tables, value_tables, rotation, h_q, dtype, device, scoring: Scoring = ALL_PLAIN,
+        workspace=None,
     ):  # fmt: skip
         self.sides = [Codec(key, key_tables), Codec(value, value_tables)]
         self.dtype, self.scoring = dtype, scoring

@@ -64,6 +64,8 @@ def _write(options: argparse.Namespace, console: Console) -> Path:
     for name in ("samples", "seqlen"):
         if getattr(options, name) < 1:
             raise SignpostError(f"--{name} {getattr(options, name)} must be at least 1")
+    if options.text and not options.model:
+        raise SignpostError(f"--text {options.text}: only a model reads it; add --model, or leave it out")
     out = options.out or Path(f"{str(options.bundle).rstrip('/')}-report")
     bundle = load(options.bundle)
     check_writable(out, f"--out {out}", _ours)

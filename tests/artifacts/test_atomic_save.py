@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from artifacts import BundleError, load
+from artifacts.atomic import replace_folder
 from tests.artifacts.samples import assert_same, sample_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,3 +298,18 @@ def test_killed_saves_leave_a_whole_bundle(saved, start):
     for name in left:
         shutil.rmtree(saved.parent / name)
     assert_same(load(NEW.save(saved)), NEW)
+
+
+def test_a_folder_that_cannot_be_made_is_named_as_it_was_given(tmp_path, monkeypatch):
+    """Not the one beside it in which it would be prepared."""
+
+    made = Path.mkdir
+
+    def refuse(path, *args, **options):
+        if path.name.startswith(".saving-"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        made(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match=rf"Permission denied: '{tmp_path}/b'"):
+        replace_folder(tmp_path / "b", {}, lambda _: ())

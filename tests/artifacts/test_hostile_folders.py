@@ -1,5 +1,6 @@
 """Folders that somebody prepared, and folders that change while they are read."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from artifacts import BundleCorruptError, BundleError, BundleNotFoundError, load
+from artifacts.bundle import TENSORS
 from artifacts.loading import listed_files
 from artifacts.reader import FolderReader
 from tests.artifacts.samples import assert_same, read_manifest, sample_bundle, write_sealed
@@ -256,3 +258,16 @@ def test_float_subnormal_and_extreme_numbers_survive(tmp_path):
     assert load(sample_bundle(calibration=data).save(tmp_path / "b")).calibration == json.loads(json.dumps(data))
     extreme = dict(OLD.tensors) | {"rope.inv_freq": np.full(16, np.float32(1e-45))}
     assert load(sample_bundle(tensors=extreme).save(tmp_path / "c")).tensors["rope.inv_freq"][0] > 0
+
+
+def test_a_file_that_may_not_be_read_is_named_with_its_folder(folder, monkeypatch):
+    opened = os.open
+
+    def refuse(path, *args, **options):
+        if path == TENSORS:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match=f"'{folder / TENSORS}'"):
+        load(folder)

@@ -18,6 +18,7 @@ from artifacts.errors import FormatError
 from calib import early, pipeline
 from calib.__main__ import CONF
 from calib.config import Config, ConfigError, Settings
+from tests.formats import kivi, kvquant, random_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {"model=local": ["model.path=x"], "data=text": ["data.path=x"], "eval=text": ["eval.path=x"]}
@@ -162,7 +163,7 @@ BAD = {
     "seqlen=4097": "seqlen=4097 is above the model's 4096 positions: set seqlen=4096 or less",
     "eval.seqlen=5000": "eval.seqlen=5000 is above the model's 4096 positions",
     "eval.seqlen=1": "eval.seqlen=1 must be at least 2",
-    "eval.tokens=100": "eval.tokens=100 do not fill one window of eval.seqlen=512",
+    "eval.tokens=100": "eval.tokens=100 do not fill one window of seqlen=512",
     "eval.cache_tokens=1": "eval.cache_tokens=1: at least 2",
     "eval.cache_tokens=-1": "eval.cache_tokens=-1: at least 2",
     "method.weights=fish": "method.weights=fish: allowed are none, fisher, fisher_scaled",
@@ -358,3 +359,74 @@ def test_help_and_composed_configuration(tmp_path):
     assert "bits: 3" in job.stdout
     assert "group: 32" in job.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["method=qjl", "bits=3"],
+            "bits=3: method=qjl does not read it (widths are said by part, such as method.value",
+        ),
+        (["method=kivi", "outliers=0.05"], "outliers=0.05: method=kivi does not read it (recipes with outliers have"),
+        (["method=kivi", "sinks=2"], "sinks=2: method=kivi does not read it (windows are said by side, such as"),
+        (
+            ["budget=2.5bits@32K", "bits=3"],
+            "bits=3: budget=2.5bits@32K chooses from candidates=banded, which do not read",
+        ),
+    ],
+)
+def test_options_that_nothing_reads(calib, monkeypatch, tmp_path, options, message):
+    monkeypatch.chdir(tmp_path)
+    done = calib(*options)
+    assert (done.code, list(tmp_path.iterdir())) == (2, [])
+    assert message in done.err
+
+
+def test_none_of_what_a_recipe_has_none_of(settings):
+    """Is no error; and what nothing reads is not recorded."""
+    found = settings("method=kivi", "outliers=0", "sinks=0")
+    assert {"bits", "method"} <= set(found.resolved)
+    assert not {"outliers", "sinks"} & set(found.resolved)
+    assert {"bits", "outliers", "sinks"} <= set(settings().resolved)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "tiny-kvquant-4bit"),
+        (["bits=2", "outliers=0", "sinks=4"], "tiny-kvquant-2bit-outliers0.0-sinks4"),
+        (["method=qjl"], "tiny-qjl"),
+        (["method=kivi", "bits=2"], "tiny-kivi-2bit"),
+        (["budget=2.5bits@32K"], "tiny-auto-2.5bits@32K"),
+    ],
+)
+def test_where_a_bundle_goes_that_nobody_has_named(settings, options, name):
+    assert settings(*options).config.out == f"bundles/{name}"
+
+
+def test_several_runs_are_looked_at_before_the_first_begins(calib, monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, "load_causal_lm", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    done = calib("-m", "bits=2,3", "out=same")
+    assert done.code == 2
+    assert "bits=3 out=same would save to same, as bits=2 out=same would: name the folder by what differs" in done.err
+    done = calib("-m", "bits=2,9", "launcher=local")
+    assert done.code == 2
+    assert "bits=9 is not supported" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_runs_plan_what_each_would_do(calib, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = calib("-m", "bits=2,3", "outliers=0,0.01", "dry_run=true")
+    assert done.code == 0, done.err
+    assert done.out.count("bits per number") == 4
+
+
+def test_tokens_that_are_checked_fill_a_page_of_every_side(settings):
+    bundle = random_bundle([kivi(2, 128, 128), kvquant(3)], 4, 2, 64)
+    assert settings().cache_tokens(bundle) == 128 + 128 + 32
+    assert settings("eval.cache_tokens=7").cache_tokens(bundle) == 7
+    assert settings("seqlen=256").cache_tokens(bundle) == 256
+    assert settings().cache_tokens(random_bundle([kvquant(3)], 4, 2, 64)) == 97

@@ -129,7 +129,8 @@ def test_whatever_ends_evaluation_leaves_the_calibrated_bundle(calib, local, tmp
     monkeypatch.setattr(pipeline, "evaluate", fail)
     done = calib(*local, f"out={tmp_path / 'bundle'}")
     assert done.code == code
-    stopped = f"interrupted: the same command continues from {tmp_path}/.signpost-work, which is kept for it"
+    saved = f"interrupted: {tmp_path / 'bundle'} is saved, without its evaluation"
+    stopped = f"{saved}: the same command continues from {tmp_path}/.signpost-work, which is kept for it"
     assert done.err.splitlines()[-1] == (stopped if code == 130 else "error: gone [now]")
     assert load(tmp_path / "bundle").evaluation is None
     assert names(tmp_path) == [".signpost-work", "bundle"]  # the same command continues
@@ -197,7 +198,7 @@ def test_what_another_run_saved_stays_and_is_mentioned(calib, local, tmp_path):
     done = calib(*local, "eval=none", f"out={tmp_path / 'bundle'}")
     assert done.code == 0, done.err
     assert done.err.splitlines()[-1] == (
-        f"{tmp_path}/.signpost-work stays: other runs have saved there what they continue from"
+        f"{tmp_path}/.signpost-work stays: other runs have saved there what they continue from; if none will, delete it"
     )
     assert names(tmp_path / ".signpost-work") == ["of-another-run"]
 

@@ -256,6 +256,7 @@ def test_another_model_is_refused_before_it_writes_text(saved_model, tmp_path, m
     "arguments, message",
     [
         (["missing"], "no bundle at missing"),
+        (["b", "--text", "nope"], "--text nope: only a model reads it; add --model, or leave it out"),
         (["b", "--samples", "0"], "--samples 0 must be at least 1"),
         (["b", "--seqlen", "0"], "--seqlen 0 must be at least 1"),
         (["b", "--model", "no/such/model"], "cannot load the model 'no/such/model'"),

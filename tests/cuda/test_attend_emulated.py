@@ -14,7 +14,7 @@ from runtime.codec import Codec
 from runtime.jit import KernelError
 from runtime.pack import device_tables
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, Scoring, Sharing, takes_alone
+from runtime.units import MOST_ROWS, ONE_BLOCK, Scoring, Sharing, takes_alone
 from tests.cuda.attention_emulated import (
     ALLOWED,
     BANDED,
@@ -404,13 +404,24 @@ def test_a_ring_of_too_few_tokens():
         scene.run(scene.query())
 
 
+SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, GROUPS_OF_TOKENS))
+TURNED = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+
+
 def test_factors_sketches_and_rotation():
-    group = Dense(2, "channel", 32), Dense(2, "token", 32)
+    group = Dense(2, "channel", 32), GROUPS_OF_TOKENS
     factors = LayerFormat(*(Format(64, dense, lowrank=LowRank(4, 2)) for dense in group))
-    sketch = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, group[1]))
-    turned = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
-    for formats in (factors, sketch, LayerFormat(turned, turned)):
+    for formats in (factors, SKETCHED, LayerFormat(TURNED, TURNED)):
         check(case(formats), [1, 300])
+
+
+@pytest.mark.parametrize("how", [ONE_BLOCK, Sharing(2), Sharing(1, alone=True)], ids=str)
+@pytest.mark.parametrize("formats", [SKETCHED, LayerFormat(TURNED, TURNED)], ids=["sketched", "turned"])
+def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
+    """Of eight query rows and two: blocks that share a multiprocessor have six warps, or four."""
+    monkeypatch.setattr(Emulated, "how", how)
+    check(case(formats, 16), [1, 66, 330, 130])
+    check(case(formats, 4, d=64), [3, 200, 64], 2)
 
 
 ONLY_OUTLIERS_AND_SKETCHES = [given for given in CASES if given.key.parts == ("sparse", "sketch")]

@@ -98,10 +98,11 @@ def test_stop_conditions():
     place = next(i for i in range(3, 30) if tokens[i] not in tokens[:i])
     engine = engine_for(bundle)
     by_token = engine.submit(prompt(9), 30, stop=[tokens[place]])
+    by_token_alone = engine.submit(prompt(9), 30, stop=tokens[place])
     by_sequence = engine.submit(prompt(9), 30, stop=[(63, 63, 63), tuple(tokens[place - 1 : place + 1])])
     never = engine.submit(prompt(9), 30, stop=[(tokens[place], 64)])
     engine.run()
-    assert by_token.tokens == by_sequence.tokens == tokens[: place + 1]
+    assert by_token.tokens == by_token_alone.tokens == by_sequence.tokens == tokens[: place + 1]
     assert (by_token.reason, by_sequence.reason) == ("stop", "stop")
     assert (never.tokens, never.reason) == (tokens, "length")
 

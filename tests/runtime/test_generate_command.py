@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import runtime
 from artifacts import load
 from runtime.__main__ import main
 from runtime.hf import fingerprint, load_causal_lm
@@ -187,6 +188,37 @@ def test_interrupted(bundle, capsys, monkeypatch):
     assert (code, out, err) == (130, "", "interrupted\n")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert run(capsys, "--bundle", str(bundle), "--prompt", PROMPT) == (130, "", "\ninterrupted\n")  # behind the text
+
+
+def test_interrupted_while_modules_are_loaded(tmp_path):
+    """By a stand-in for torch that interrupts."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime", "generate", "--bundle", "b", "--model", "tiny", "--prompt", "hi"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_names_of_the_runtime_are_loaded_when_they_are_asked_for():
+    code = (
+        "import sys, runtime; assert 'torch' not in sys.modules; assert set(runtime.__all__) <= set(dir(runtime)); "
+        "print(all(getattr(runtime, name).__module__ for name in runtime.__all__), 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
+    with pytest.raises(AttributeError, match="module 'runtime' has no attribute 'nothing'"):
+        runtime.nothing  # noqa: B018
+
+
+def test_drawing_from_the_likeliest_tokens(bundle, capsys):
+    options = ("--bundle", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "12")
+    greedy = run(capsys, *options)[1]
+    assert run(capsys, *options, "--temperature", "1", "--top-p", "1e-9")[1] == greedy
+    code, out, err = run(capsys, *options, "--top-p", "2")
+    assert (code, out) == (2, "")
+    assert "top_p=2.0: must lie above 0 and be at most 1" in err
 
 
 def test_a_pipe_that_is_not_our_output(bundle, capsys, monkeypatch):

@@ -253,3 +253,9 @@ def test_more_bits_are_closer_to_the_plain_model():
     assert errors[0] > 2 * errors[1]
     assert errors[1] > 8 * errors[2]
     assert errors[2] < 0.01 * exact.std().item()
+
+
+def test_a_reserve_of_no_tokens():
+    model = tiny(CONFIGS["llama"])
+    with pytest.raises(ValueError, match="max_tokens=-1: must be at least 1, or None to grow"):
+        SignpostCache(model, bundle_for(model, kvquant(3)), max_tokens=-1)

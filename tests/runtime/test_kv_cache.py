@@ -469,3 +469,8 @@ def test_rings_hold_each_number_at_its_place(capacity, first, data):
     for i in range(count):
         wanted[(first + i) % capacity] = x[i].half()
     assert torch.equal(ring, wanted)
+
+
+def test_what_is_no_bundle():
+    with pytest.raises(TypeError, match=r"bundle='bundles/tiny': load it with runtime.load\(path\)"):
+        KVCache("bundles/tiny", 1)

@@ -73,6 +73,8 @@ def test_models_come_frozen_and_in_eval_mode(dtype):
         (str(ROOT), "auto", "cpu", "the folder has no config.json. Name a folder"),
         ("tinny", "auto", "cpu", "model 'tinny': there is no such folder; is tiny meant?"),
         ("llama3-8B", "auto", "cpu", "is llama3-8b meant?"),
+        ("local", "auto", "cpu", "model 'local': name its folder. Name a folder"),
+        ("llama2-7b", "auto", "cpu", r"Download it where there is a network \(hf download meta-llama/Llama-2-7b-hf\)"),
         ("not/there", "auto", "cpu", "there is no such folder, and as not/there on the hub: .* Name a folder"),
     ],
 )
@@ -92,3 +94,25 @@ def test_a_folder_that_holds_no_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_causal_lm(str(tmp_path), "auto", "cpu")
+
+
+def copied(folder: Path, *names: str) -> Path:
+    """The embedded model, or some of its files."""
+    folder.mkdir()
+    for name in names or [file.name for file in TINY.iterdir()]:
+        (folder / name).write_bytes((TINY / name).read_bytes())
+    return folder
+
+
+def test_weights_that_end_too_early(tmp_path):
+    folder = copied(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match=r"model': its weights are damaged .*: copy or download them again"):
+        load_causal_lm(str(folder), "auto", "cpu")
+
+
+def test_a_model_without_its_tokenizer(tmp_path):
+    folder = copied(tmp_path / "model", "config.json", "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"the tokenizer of .*: its files \(tokenizer.json, tokenizer_config.json"):
+        load_causal_lm(str(folder), "auto", "cpu")

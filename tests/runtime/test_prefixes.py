@@ -451,3 +451,8 @@ def test_without_prefixes_the_cache_is_as_it_was():
     bundle = BUNDLES["kvquant"]
     assert engine_for("kvquant", prefixes=0).kv.nbytes == 3 * bundle.geometry.cache_bytes(200, 4)
     assert engine_for("kvquant", prefixes=2).kv.nbytes == 5 * bundle.geometry.cache_bytes(200, 4)
+
+
+def test_what_is_no_prefix_is_not_dropped():
+    with pytest.raises(RequestError, match=r"None is no prefix: give what `Engine\.prefix` returned"):
+        engine_for("kvquant").drop(None)
