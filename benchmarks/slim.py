@@ -1,7 +1,7 @@
 """What the slim runtime costs: python -m benchmarks.slim --out docs/results/slim.json
 
 * bytes: of the wheel as installed, and of every package that `pip install .` brings without extras;
-* imports: seconds of `import runtime` in a fresh process beyond those of starting Python and of `import torch`, and
+* imports: seconds of `from runtime import *` in a fresh process beyond those of starting Python and of `import torch`, and
   which top-level modules it brings in;
 * loading: seconds to load and check a bundle of the Llama-2-7B shape by `artifacts.load`, copied and mapped.
 
@@ -124,13 +124,13 @@ def _collect(line: str, found: dict[str, int | None]) -> None:
 
 
 def imports(repeats: int) -> dict[str, Any]:
-    """Seconds of imports in fresh processes, and the top-level modules that `import runtime` brings."""
+    """Seconds of imports in fresh processes, and the top-level modules that `from runtime import *` brings."""
     times = {
         name: statistics.median(_seconds(code) for _ in range(repeats))
-        for name, code in (("python", "pass"), ("torch", "import torch"), ("runtime", "import runtime"))
+        for name, code in (("python", "pass"), ("torch", "import torch"), ("runtime", "from runtime import *"))
     }
     code = (
-        "import sys; before = set(sys.modules); import runtime; "
+        "import sys; before = set(sys.modules); from runtime import *; "
         "print(*sorted({n.partition('.')[0] for n in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
