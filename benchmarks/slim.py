@@ -1,8 +1,8 @@
 """What the slim runtime costs: python -m benchmarks.slim --out docs/results/slim.json
 
 * bytes: of the wheel as installed, and of every package that `pip install .` brings without extras;
-* imports: seconds of `from runtime import *` in a fresh process beyond those of starting Python and of `import torch`, and
-  which top-level modules it brings in;
+* imports: seconds of `from runtime import *` in a fresh process beyond those of starting Python and of `import torch`,
+  and which top-level modules it brings in;
 * loading: seconds to load and check a bundle of the Llama-2-7B shape by `artifacts.load`, copied and mapped.
 
 Sizes are read from the packages installed here (names and markers from their own metadata), so run it in an environment
