@@ -16,7 +16,7 @@ MODULES = {  # page: modules, in the order of reading
     ],
     "runtime": [
         "hf", "hf_load", "hf_model", "hf_decoder", "cache", "engine", "requests", "sampling", "codec", "pages",
-        "attention", "pack", "pack_units", "pack_factors", "jit", "lm_eval/scoring", "lm_eval/model",
+        "attention", "project", "pack", "pack_units", "pack_factors", "jit", "lm_eval/scoring", "lm_eval/model",
     ],
     "calib": [
         "pipeline", "config", "early", "choices", "collect", "tap", "evaluate", "data", "signposts", "report/observe",

@@ -184,6 +184,7 @@ class SignpostCache(AttendingCache):
             layer.reset()
 
     def crop(self, max_length: int) -> None:
+        """Raises SignpostError."""
         raise SignpostError("a compressed cache cannot be cropped: packed tokens are final. Use a new cache")
 
 
