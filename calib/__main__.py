@@ -80,7 +80,10 @@ def _check(composed: DictConfig, outs: dict[str, str]) -> None:
     they are."""
     with _one_line_errors():
         given = HydraConfig.get().overrides.task
-        out = Settings.of(composed, given).config.out
+        config = Settings.of(composed, given).config
+        out = config.out
+        if config.dry_run:
+            return
         if before := outs.get(os.path.realpath(out)):
             raise ConfigError(
                 f"{' '.join(given)} would save to {out}, as {before} would: name the folder by what differs, such as "
@@ -121,8 +124,10 @@ def _told_what_is_kept(store: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         kept = f"the same command continues from {store.folder}, which is kept for it"
-        told = kept if store.kept else "nothing was saved yet, the same command starts from the beginning"
-        stop.args = (*stop.args, told)
+        if not store.kept:
+            kept = "the same command starts from the beginning"
+            kept = kept if stop.args else f"nothing was saved yet, {kept}"
+        stop.args = (*stop.args, kept)
         raise
 
 
@@ -202,7 +207,9 @@ def main() -> None:
         # A recipe's formats are open tables, because parts have defaults: setting one must not need Hydra's `+`.
         options = [re.sub(r"^method\.(key|value|layers)\b", r"++\g<0>", a) for a in options]
         if SEVERAL & set(flags) and not ELSE & set(flags):
-            sys.argv[1:] = [*flags, *(option for option in options if not option.startswith("launcher="))]
+            # Here, whatever launches the runs.
+            kept = [o for o in options if not re.match(r"[+~]*(hydra/)?launcher=|[+~]*hydra\.launcher\.", o)]
+            sys.argv[1:] = [*flags, *kept, "hydra/launcher=basic"]
             _run(partial(_check, outs={}))
         sys.argv[1:] = [*flags, *options]  # flags first: argparse wants the options in one piece
         stores: dict[Path, Any] = {}

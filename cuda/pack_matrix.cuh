@@ -4,7 +4,7 @@
 // 22 bits), or everything is bfloat16 pieces of 8 bits, three of a float. Products of pieces are exact; those that lie below the last
 // bit of float are left out. Sums are float, in another order than torch's.
 //
-// A matrix [K][N] comes as fragments (runtime/pack.py, `fragments`): [N / 16][K / 16][pieces][32 lanes][4 words]. Lane 4 r + c has two
+// A matrix [K][N] comes as fragments (runtime/fragments.py): [N / 16][K / 16][pieces][32 lanes][4 words]. Lane 4 r + c has two
 // words of column r of the sixteen and two of column 8 + r: one column after the other where the matrix is the instruction's second
 // operand, else in turn. Which channels a step multiplies is chosen so that 16 bytes of a vector are two steps of a lane: step 2 j + o
 // has channels 32 j + 8 c + 4 o + {0, 1} in the first word of a column, {2, 3} in the second.

@@ -1,6 +1,6 @@
 // Sixteen rows of floats times a matrix of the bundle, on tensor cores. Both are sums of bfloat16 pieces of 8 bits; products of the last pieces are left out.
 //
-// A matrix [D][N] comes as fragments (runtime/pack.py, `fragments`; pack_matrix.cuh says how they lie), rows as first operands in shared memory.
+// A matrix [D][N] comes as fragments (runtime/fragments.py; pack_matrix.cuh says how they lie), rows as first operands in shared memory.
 #pragma once
 
 namespace signpost {
@@ -47,7 +47,7 @@ struct Pieces {
         for (int i = 0; i < N * PIECES; ++i) to[i / PIECES][i % PIECES] = __ldg(of_columns + (first * PIECES + i) * 32);
     }
 
-    // Sixteen columns' sums, several of each, so that a product need not wait for the one before: of products of the same pieces.
+    // Sixteen columns' sums, several of each, which products of pieces take in turn, so that one need not wait for the one before.
     struct Sum {
         static constexpr int CHAINS = 3;
         float of[CHAINS][2][4] = {};  // [t]: rows r and r + 8 (of lane 4 r + c), columns 8 t + 2 c and the next

@@ -1,7 +1,7 @@
 """The slim inference runtime: loads a bundle, keeps K and V in packed pages, attends over them.
 
-Needs torch, numba and cuda-python, which are loaded with the first of its names. Transformers is imported by
-`runtime.hf*` and `runtime.lm_eval` alone.
+Needs torch, numba and cuda-python, which are loaded with the first of its names; its modules are to be imported by
+name. Transformers is imported by `runtime.hf*` and `runtime.lm_eval` alone.
 """
 
 import os
@@ -18,9 +18,17 @@ if sys.argv[:1] == ["-m"]:
 if "numba" not in sys.modules and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
     os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
-# Of `python -m runtime`: while modules are loaded, which takes a second, an interruption is no error of theirs.
-if sys.orig_argv[1:3] == ["-m", "runtime"] and sys.argv[:1] == ["-m"]:
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
+def _quit(*_: Any) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+# Of `python -m runtime`: while modules are loaded, which takes a second, an interruption is no error of theirs. Who has
+# us ignore it, as a shell does in the background, is heeded.
+_started = sys.orig_argv[1:3] == ["-m", "runtime"] and sys.argv[:1] == ["-m"]
+if _started and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _quit)
 
 if TYPE_CHECKING:
     from artifacts import Bundle, load
@@ -59,14 +67,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Loads what a name needs when it is first asked for: a command has its arguments looked at before."""
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(import_module(home), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # who checks types is to find names that there are not
+
+    def __getattr__(name: str) -> Any:
+        """Loads what a name needs when it is first asked for: importing the package is quick."""
+        for home, names in _HOMES.items():
+            if name in names:
+                found = getattr(import_module(home), name)
+                globals()[name] = found
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

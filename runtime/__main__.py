@@ -26,6 +26,7 @@ from rich.text import Text
 from artifacts import Bundle, load
 from artifacts.errors import SignpostError
 from artifacts.summary import LENGTHS
+from runtime import _quit
 from runtime.jit import ARCHS, cache_folder, precompile
 from runtime.sampling import Sampling
 
@@ -299,5 +300,6 @@ def _standard_input() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is loaded: see runtime/__init__.py
+    if signal.getsignal(signal.SIGINT) is _quit:  # all is loaded
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

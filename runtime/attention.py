@@ -7,7 +7,6 @@ lengths and block tables are read on the device.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import e as EULER
 from math import log2
 from typing import Any
@@ -120,23 +119,26 @@ class PagedSide:
 
 
 class Workspace:
-    """Memory on the device in which steps work one after the other: all layers of a cache have one."""
+    """Memory on the device in which steps work one after the other: all layers of a cache have one.
+
+    What is of one kind lies apart from all else, so that a kernel which begins before another step's has ended writes
+    only what that one has read.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+        self._memory: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is in it is nobody's between steps."""
-        return self.__dict__ | {"_memory": self._memory[:0].clone()}
+        return self.__dict__ | {"_memory": {}}
 
-    def take(self, *sizes: int) -> list[Tensor]:
-        """float32 of each of these sizes, not filled, each at a multiple of 16 bytes. They are the same memory as those
-        of earlier and later calls, or larger; who holds them keeps them."""
-        starts = [0, *accumulate(-(-size // 4) * 4 for size in sizes)]
-        if starts[-1] > self._memory.numel():
-            self._memory = torch.empty(starts[-1], dtype=torch.float32, device=self.device)
-        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    def take(self, kind: str, size: int) -> Tensor:
+        """float32 [size], not filled: the same memory as earlier and later ones of its kind, or larger. Who holds it
+        keeps it."""
+        if kind not in self._memory or size > self._memory[kind].numel():
+            self._memory[kind] = torch.empty(size, dtype=torch.float32, device=self.device)
+        return self._memory[kind][:size]
 
 
 class PagedAttention:
@@ -163,7 +165,7 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device | str | int,
         scoring: Scoring = ALL_PLAIN,
-        workspace: "Workspace | None" = None,
+        workspace: Workspace | None = None,
     ):
         check(key, value, h_q, dtype)
         self.scoring = scoring
@@ -317,11 +319,12 @@ class Step:
         workers = module.integers["attend_workers"]  # of a block: what leaves partial results of its own
         places = self._grid if workers == 1 else (self._grid + kernels.h_kv) * workers
         slots = places + 2 * b * kernels.h_kv
-        partial, ranges, projected = self._memory = kernels.workspace.take(
-            self._tiles * slots * taken * (kernels.d + 2),
-            2 * b * kernels.h_kv,
-            b * kernels.h_kv * rows * kernels.columns,
-        )
+        sizes_of = {
+            "partial": self._tiles * slots * taken * (kernels.d + 2), "ranges": 2 * b * kernels.h_kv,
+            "projected": b * kernels.h_kv * rows * kernels.columns,
+        }  # fmt: skip
+        self._memory = [kernels.workspace.take(kind, size) for kind, size in sizes_of.items()]
+        partial, ranges, projected = self._memory
         self._kept = (key, value, lengths, offsets)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._stream = lambda: kernels._stream(kernels.device)

@@ -417,6 +417,27 @@ def test_several_runs_are_looked_at_before_the_first_begins(calib, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_runs_that_only_plan_save_nothing(calib, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = calib("-m", "dry_run=true", "seed=1,2")
+    assert done.code == 0, done.err
+    assert done.out.count("bits per number") == 2
+
+
+def test_runs_for_a_cluster_are_looked_at_here(calib, monkeypatch, tmp_path):
+    """By the launcher that needs no cluster, whatever is said of that one's."""
+    monkeypatch.chdir(tmp_path)
+    slurm = ("launcher=slurm", "hydra.launcher.partition=gpu", f"work={tmp_path / 'work'}")
+    assert "would save to same" in calib("-m", *slurm, "bits=2,3", "out=same").err
+    launched = []
+    monkeypatch.setattr("calib.__main__._run", lambda job: launched.append(list(sys.argv[1:])))
+    calib("-m", *slurm, "bits=2,3", "out=a${bits}")
+    checked, wanted = launched
+    assert not any("launcher" in option for option in checked[:-1])
+    assert checked[-1] == "hydra/launcher=basic"
+    assert set(slurm) <= set(wanted)
+
+
 def test_several_runs_plan_what_each_would_do(calib, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done = calib("-m", "bits=2,3", "outliers=0,0.01", "dry_run=true")

@@ -201,6 +201,18 @@ def test_interrupted_while_modules_are_loaded(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_interruptions_that_are_ignored_stay_so(tmp_path):
+    """As a shell sets it for what runs in the background."""
+    (tmp_path / "torch.py").write_text("import signal\nprint(signal.getsignal(signal.SIGINT))\nraise SystemExit(3)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime", "generate", "--bundle", "b", "--model", "tiny", "--prompt", "hi"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (3, str(signal.SIG_IGN)), done.stderr
+
+
 def test_names_of_the_runtime_are_loaded_when_they_are_asked_for():
     code = (
         "import sys, runtime; assert 'torch' not in sys.modules; assert set(runtime.__all__) <= set(dir(runtime)); "
