@@ -190,26 +190,25 @@ def test_interrupted(bundle, capsys, monkeypatch):
     assert run(capsys, "--bundle", str(bundle), "--prompt", PROMPT) == (130, "", "\ninterrupted\n")  # behind the text
 
 
-def test_interrupted_while_modules_are_loaded(tmp_path):
-    """By a stand-in for torch that interrupts."""
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
+def started(folder, torch, **options):
+    """The command, in a process that finds `torch` in the place of the real one."""
+    (folder / "torch.py").write_text(torch)
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
         [sys.executable, "-m", "runtime", "generate", "--bundle", "b", "--model", "tiny", "--prompt", "hi"],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, **options,
     )  # fmt: skip
+
+
+def test_interrupted_while_modules_are_loaded(tmp_path):
+    done = started(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_interruptions_that_are_ignored_stay_so(tmp_path):
     """As a shell sets it for what runs in the background."""
-    (tmp_path / "torch.py").write_text("import signal\nprint(signal.getsignal(signal.SIGINT))\nraise SystemExit(3)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "runtime", "generate", "--bundle", "b", "--model", "tiny", "--prompt", "hi"],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )  # fmt: skip
+    torch = "import signal\nprint(signal.getsignal(signal.SIGINT))\nraise SystemExit(3)\n"
+    done = started(tmp_path, torch, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert (done.returncode, done.stdout.strip()) == (3, str(signal.SIG_IGN)), done.stderr
 
 
