@@ -83,11 +83,14 @@ def test_jobs_of_a_launcher_share_what_is_collected(local, tmp_path):
     assert sorted(path.name for path in (tmp_path / "bundles").iterdir()) == ["two-kvquant-2bit", "two-kvquant-3bit"]
     for bits in (2, 3):
         assert artifacts.load(tmp_path / "bundles" / f"two-kvquant-{bits}bit").layers[0].key.dense.bits == bits
-    done = launched(tmp_path, *local, *here, "bits=5")
+    done = launched(tmp_path, *local, *here, "bits=5")  # seen before anything is launched
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "error: a job failed: method.key.dense: bits=5 is not supported: allowed are 1, 2, 3, 4, 8"
+        "error: method.key.dense: bits=5 is not supported: allowed are 1, 2, 3, 4, 8"
     )
+    done = launched(tmp_path, *local, *here, "data.path=nowhere.txt")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: a job failed: data.path=nowhere.txt does not exist: name a")
 
 
 def test_no_slurm_here(calib, local, monkeypatch, tmp_path):
