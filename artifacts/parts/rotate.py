@@ -41,6 +41,7 @@ class Rotate:
 
     def derived_bytes(self, shape: PageShape) -> int:
         """Bytes that a GPU holds beside a learned matrix: the same as halves, which packing multiplies with, and its
-        inverse as floats, that of keys also transposed."""
+        inverse as floats, that of keys also transposed, for queries. Not counted: that of values once more, which steps
+        of many sequences have."""
         numbers = shape.h_kv * shape.d * shape.d if self.kind == "learned" else 0
         return numbers * (6 if shape.side == "value" else 10)

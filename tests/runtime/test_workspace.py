@@ -32,12 +32,11 @@ def test_a_copy_has_none():
     assert work.take("a", 1).untyped_storage().nbytes() == 4 << 20
 
 
-@pytest.mark.parametrize("kept", [None, 0])
-def test_layers_of_a_cache_share_one(kept, monkeypatch):
-    """Packed ones and those in full precision."""
+@pytest.mark.parametrize("first", [kivi(2), None], ids=["packed", "full precision"])
+def test_layers_of_a_cache_share_one(first, monkeypatch):
     monkeypatch.setattr(PagedAttention, "_device", staticmethod(lambda device: torch.device("cpu")))
     monkeypatch.setattr(PagedAttention, "_processors", lambda self: 4)
-    bundle = random_bundle([kivi(2), kivi(2)] if kept is None else [None, kivi(2)], 8, 2, 128)
+    bundle = random_bundle([first, kivi(2)], 8, 2, 128)
     kv = KVCache(bundle, 2, 300, torch.float16)
     steps = [layer.step(8) for layer in kv.layers]
     assert all(step.kernels.workspace is kv.room.workspace for step in steps)
