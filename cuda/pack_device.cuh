@@ -4,6 +4,7 @@
 // Arithmetic is that of torch: every operation rounds to float by itself, none is contracted to a fused multiply-add.
 #pragma once
 
+#include "bfloats.cuh"
 #include "sides.cuh"
 #include "transpose.cuh"
 
@@ -164,11 +165,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) { mma_bfloats(sum, a, b0, b1); }
 
 // sum += a b: 16 x 8 times 8 x 8 halves.
 __device__ __forceinline__ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
@@ -236,15 +233,10 @@ __device__ __forceinline__ N* remote(N* mine, int rank) {
     return mine;
 #endif
 }
-__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) {
-    unsigned y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(x.y), "f"(x.x));
-    return y;
-}
 #else
 __device__ __forceinline__ F16 narrow(float x) { return narrow_to<F16>(x); }
-__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) { return bfloat_bits(x.x) | bfloat_bits(x.y) << 16; }
 #endif
+__device__ __forceinline__ unsigned narrow_pair(float2 x, BF16) { return as_bfloats(x); }
 
 __device__ __forceinline__ float2 load_pair(const F16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), F16()); }
 __device__ __forceinline__ float2 load_pair(const BF16* p) { return widen_pair(*reinterpret_cast<const unsigned*>(p), BF16()); }

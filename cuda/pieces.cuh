@@ -3,22 +3,9 @@
 // A matrix [D][N] comes as fragments (runtime/fragments.py; pack_matrix.cuh says how they lie), rows as first operands in shared memory.
 #pragma once
 
-namespace signpost {
+#include "bfloats.cuh"
 
-#ifndef SIGNPOST_EMULATED  // on a CPU: tests/cuda/fibers.h
-// d += a b, sums in float.
-__device__ __forceinline__ void mma_bfloats(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-// Two neighbours, rounded.
-__device__ __forceinline__ unsigned as_bfloats(float2 x) {
-    unsigned y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(x.y), "f"(x.x));
-    return y;
-}
-#endif
+namespace signpost {
 
 // COUNT: pieces of rows and matrix.
 template <int D, int COUNT>

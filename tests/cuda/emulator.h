@@ -213,10 +213,4 @@ Half narrow_to(float x) {
     return y;
 }
 
-// To the nearest bfloat16, ties to even.
-inline unsigned bfloat_bits(float x) {
-    const unsigned bits = as_word(x);
-    return std::isnan(x) ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-}
-
 }  // namespace signpost

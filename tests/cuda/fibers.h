@@ -345,7 +345,7 @@ inline unsigned transpose8(unsigned x) {
     return y;
 }
 
-// ---- what cuda/pieces.cuh says in assembly ----
+// ---- what cuda/bfloats.cuh says in assembly ----
 
 inline float bfloat_at(unsigned pair, int which) { return __uint_as_float(which ? pair & 0xFFFF0000u : pair << 16); }
 inline unsigned as_bfloats(float2 x) {
