@@ -42,7 +42,6 @@ struct Alone {
     static_assert(!L::EXACT_LATE || L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
 
     __device__ __forceinline__ void run() {
-        if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         ask_tables(at, outliers, byte_pages);
         if constexpr (L::PROJECTED) query.clear();
         make_tables<0>(at, keys, values, byte_pages);

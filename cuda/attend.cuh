@@ -36,7 +36,6 @@ struct Attend {
     // ---- the line of units ----
 
     __device__ __forceinline__ void run() {
-        if (shared_address(at.shared) != SIGNPOST_SHARED_START) __trap();
         const AttendParams& params = at.params;
         // Of 32 sequences, one a lane.
         auto numbers = [&](const int* of, int chunk) { return chunk + at.lane < params.b ? of[chunk + at.lane] : 0; };
@@ -218,7 +217,8 @@ template <typename Shape>
 __device__ __forceinline__ void attend(const AttendParams& params, unsigned char* shared) {
     // Objects of their own, not members of one: the compiler keeps in registers what does not point into itself.
     using C = typename Plan<Shape>::Config;
-    Place<C> at(params, shared);
+    if (shared_address(shared) != SIGNPOST_SHARED_START) __trap();
+    Place<C> at(params, Layout<C>::BYTES ? shared : shared_start(shared));
     Query<C> query(at);
     Softmax<C> softmax(at);
     Outliers<C> outliers(at);

@@ -130,7 +130,7 @@ struct LaneWords {
             unsigned nibbles[2];  // of rows r and r + 8
             if constexpr (BITS == 2) {
                 const unsigned both = words[S / 2];
-                nibbles[0] = (both & 0x33333333u) >> S % 2 * 16, nibbles[1] = (both >> 2 & 0x33333333u) >> S % 2 * 16;
+                nibbles[0] = masked(both, 0x33333333u) >> S % 2 * 16, nibbles[1] = masked(both >> 2, 0x33333333u) >> S % 2 * 16;
             } else {
                 nibbles[0] = Codes<BITS>::wide(words + S / 4 * BITS, S % 4) & 0x77777777u, nibbles[1] = nibbles[0] >> 16;
             }

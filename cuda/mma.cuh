@@ -96,6 +96,25 @@ __device__ __forceinline__ void add_shared(unsigned to, int x, bool there) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.shared.add.s32 [%0], %1;\n}" ::"r"(to), "r"(x), "r"(static_cast<int>(there)));
 }
 
+// What lies `count` times `each` bytes behind a place: one instruction, which the compiler would take apart.
+__device__ __forceinline__ const unsigned char* beyond(const void* place, unsigned count, unsigned each) {
+    const unsigned char* y;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(count), "r"(each), "l"(place));
+    return y;
+}
+
+// Numbers in global memory, where the compiler does not see that they are there.
+__device__ __forceinline__ unsigned load_global8(const void* p) {
+    unsigned x;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ unsigned short load_global16(const void* p) {
+    unsigned short x;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
+    return x;
+}
+
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -113,12 +132,19 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where a block's dynamic shared memory starts: known, so that look-ups need no addition (`load_table`). Checked at the start.
+// Where a block's dynamic shared memory starts: known, so that look-ups need no addition (`load_table`).
 #if __CUDA_ARCH__ >= 900
 #define SIGNPOST_SHARED_START 1024
 #else
 #define SIGNPOST_SHARED_START 0
 #endif
+
+// Where it starts, as a number in a register: what the compiler is told it asks for again and again, and a constant it adds to each address apart.
+__device__ __forceinline__ unsigned char* shared_start(const unsigned char*) {
+    unsigned start = SIGNPOST_SHARED_START;
+    asm volatile("" : "+r"(start));
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(start));
+}
 
 // Loads from shared memory, OFFSET bytes behind its start, that the compiler may reorder: for what does not change meanwhile.
 template <int OFFSET>

@@ -28,7 +28,7 @@ struct Outliers {
     int longest;  // of the lists of the batch that comes next
     bool longer;  // whether some of the one at work are not among them
 
-    __device__ __forceinline__ explicit Outliers(const Place<C>& p) : at(p) {}
+    __device__ __forceinline__ explicit Outliers(const Place<C>& p) : at(p), correction{} {}
 
     __device__ __forceinline__ int tile(int i) const { return L::CORRECTIONS + (at.warp * BATCH + i) * L::CORRECTION_BYTES; }
 
@@ -48,13 +48,13 @@ struct Outliers {
             const TileList<S> list(directories + i * L::STAGE_BYTES, i < live);
             const unsigned mine = list.start + at.lane;
             const unsigned char* const record = list.record(records);
-            const unsigned char* const indices = record + mine;
-            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(record) + mine;
+            const unsigned char* const indices = beyond(record, mine, 1);
+            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(beyond(record, mine, 2));
             longest = max(longest, list.count);
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
-                index[i][k] = NONE, correction[i][k] = 0;
-                if (at.lane + 32 * k < list.count) index[i][k] = indices[S::INDEX + 32 * k], correction[i][k] = corrections[S::CORRECTION / 2 + 32 * k];
+                index[i][k] = NONE;  // a correction that is there stays: nobody puts it anywhere
+                if (at.lane + 32 * k < list.count) index[i][k] = load_global8(indices + (S::INDEX + 32 * k)), correction[i][k] = load_global16(corrections + (S::CORRECTION / 2 + 32 * k));
             }
         }
     }

@@ -207,14 +207,29 @@ struct PageAngles {
     static constexpr int MINE = (COUPLES + THREADS - 1) / THREADS;                     // couples of pairs of a thread
     static constexpr int SHARERS = THREADS > COUPLES ? THREADS / COUPLES : 1;          // threads of a couple
     static constexpr int BY_PHASE = SHARERS >= 4 && L::TURN_TILES >= 4 ? 4 : SHARERS >= 2 && L::TURN_TILES >= 2 ? 2 : 1;
-    static constexpr int BY_ROW = SHARERS / BY_PHASE;
+    static constexpr int LEFT = SHARERS / BY_PHASE, BY_ROW = LEFT >= 8 ? 8 : LEFT >= 4 ? 4 : LEFT >= 2 ? 2 : 1;  // a power of two: rows from one on lie in one block of columns
 
     const Place<C>& at;
     const int thread, first_phase, first_row;
     Angle angle[MINE][2];
+    int a_to[MINE], b_to[MINE];  // where its first row's channels of the first phase go, in words of the group's first buffer
 
     __device__ __forceinline__ explicit PageAngles(const Place<C>& place)
-        : at(place), thread((place.tile * L::PARTS + place.part) * 32 + place.lane), first_phase(thread % SHARERS % BY_PHASE), first_row(thread % SHARERS / BY_PHASE) {}
+        : at(place), thread((place.tile * L::PARTS + place.part) * 32 + place.lane), first_phase(thread % SHARERS % BY_PHASE), first_row(thread % SHARERS / BY_PHASE) {
+#pragma unroll
+        for (int k = 0; k < MINE; ++k) {
+            const int first = place.group * 2 * L::STACK * L::QUERY_WORDS + of_tile(first_phase) + Query<C>::column_half(first_row) / 2;
+            a_to[k] = kept(first + Query<C>::channel_half(a_at(k)) / 2), b_to[k] = kept(first + Query<C>::channel_half(b_at(k)) / 2);
+        }
+    }
+    // In a register, where there are some left: found anew they would take as long as the turning.
+    static __device__ __forceinline__ int kept(int x) { return L::WARPS <= 8 ? rolled(x) : x; }
+
+    // Of a couple's four channels two and two are neighbours, in whichever layout.
+    __device__ __forceinline__ int a_at(int k) const { return Pairs<K>::first_of(2 * couple(k)); }
+    __device__ __forceinline__ int b_at(int k) const { return K::INTERLEAVED ? a_at(k) + 2 : Pairs<K>::second_of(2 * couple(k)); }
+    // Where a tile's columns begin, in words of a buffer.
+    static __device__ __forceinline__ int of_tile(int tile) { return L::STACK > 1 ? tile * L::QUERY_WORDS : L::NT == 1 ? Query<C>::column_half(tile * L::PITCH) / 2 : 0; }
 
     __device__ __forceinline__ int couple(int k) const { return thread / SHARERS + k * THREADS; }
     __device__ __forceinline__ bool has(int k) const { return couple(k) < COUPLES && first_row < BY_ROW; }
@@ -231,15 +246,13 @@ struct PageAngles {
         }
     }
 
-    // The query of the next turn, into its buffer. Of a couple's four channels two and two are neighbours, in whichever layout.
+    // The query of the next turn, into its buffer.
     __device__ __forceinline__ void turn_query(int turn) {
-        __half* const to = at.halves(L::PAGED_OPERAND) + (at.group * 2 + turn % 2) * L::STACK * L::QUERY_WORDS * 2;
+        unsigned* const to = at.words(L::PAGED_OPERAND) + turn % 2 * L::STACK * L::QUERY_WORDS;
 #pragma unroll
         for (int k = 0; k < MINE; ++k) {
             if (!has(k)) continue;
-            const int a_at = Pairs<K>::first_of(2 * couple(k)), b_at = K::INTERLEAVED ? a_at + 2 : Pairs<K>::second_of(2 * couple(k));
             const float* const q = at.query() + first_row * L::D;
-            unsigned *const a_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(a_at)), *const b_to = reinterpret_cast<unsigned*>(to + Query<C>::channel_half(b_at));
 #pragma unroll
             for (int phase = 0; phase < L::TURN_TILES; phase += BY_PHASE) {
                 float cosine[2], sine[2];
@@ -251,14 +264,13 @@ struct PageAngles {
 #pragma unroll
                 for (int more = 0; more < L::ROWS; more += BY_ROW) {  // from first_row on
                     if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
-                    const float2 a = *reinterpret_cast<const float2*>(q + more * L::D + a_at), b = *reinterpret_cast<const float2*>(q + more * L::D + b_at);
+                    const float2 a = *reinterpret_cast<const float2*>(q + more * L::D + a_at(k)), b = *reinterpret_cast<const float2*>(q + more * L::D + b_at(k));
                     const float x[2] = {a.x, K::INTERLEAVED ? b.x : a.y}, y[2] = {K::INTERLEAVED ? a.y : b.x, b.y};
                     float u[2], v[2];
 #pragma unroll
                     for (int i = 0; i < 2; ++i) u[i] = x[i] * cosine[i] + y[i] * sine[i], v[i] = y[i] * cosine[i] - x[i] * sine[i];
-                    const int tile = phase + first_phase, first = L::STACK > 1 ? tile * L::QUERY_WORDS : L::NT == 1 ? Query<C>::column_half(tile * L::PITCH) / 2 : 0;
-                    const int n = first + Query<C>::column_half(first_row + more) / 2;
-                    a_to[n] = pack(u[0], K::INTERLEAVED ? v[0] : u[1]), b_to[n] = pack(K::INTERLEAVED ? u[1] : v[0], v[1]);
+                    const int n = of_tile(phase) + Query<C>::column_half(more) / 2;
+                    to[a_to[k] + n] = pack(u[0], K::INTERLEAVED ? v[0] : u[1]), to[b_to[k] + n] = pack(K::INTERLEAVED ? u[1] : v[0], v[1]);
                 }
             }
         }

@@ -30,7 +30,7 @@ struct TileList {
     }
 
     // Of the page. records: of all pages.
-    __device__ __forceinline__ const unsigned char* record(const unsigned char* records) const { return records + static_cast<unsigned long long>(id) * S::RECORD_BYTES; }
+    __device__ __forceinline__ const unsigned char* record(const unsigned char* records) const { return beyond(records, id, S::RECORD_BYTES); }
 };
 
 }  // namespace signpost

@@ -90,7 +90,7 @@ struct Range {
 };
 
 // Copies one side's tiles of a warp to its ring, a batch of units after the other. Page ids are loaded two times 32 ahead, one a lane,
-// so that nobody waits for them. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
+// and those of the next batch are with all lanes, so that nobody waits for them. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
 template <typename L, typename S, typename SideStage, int BATCH>
 struct Feed {
     static constexpr int UNITS = S::T / L::T;  // of a page
@@ -100,9 +100,12 @@ struct Feed {
     const int* table;
     int unit, end;  // next one to be copied
     int taken, now, later;
-    // A lane's pieces: bytes from the start of the page (with the lowest bit set: of the record), and of the first stage.
-    unsigned from[EACH ? EACH : 1], to[EACH ? EACH : 1];
-    unsigned word_from, word_to;
+    unsigned ids[BATCH];  // of the next batch
+    // A lane's pieces: where the first page's begins, and bytes from the first stage, with the lowest bit set if it lies in a record.
+    const unsigned char* from[EACH ? EACH : 1];
+    unsigned to[EACH ? EACH : 1];
+    const unsigned char* word_from;
+    unsigned word_to;
     const int place, part, head, lane;
     const unsigned char *const pages, *const records;
     const unsigned page_stride;
@@ -120,52 +123,80 @@ struct Feed {
         return u < end ? table[u / UNITS] : 0;
     }
 
-    // Which unit of the batch a lane's i-th piece belongs to; its word.
-    __device__ __forceinline__ int unit_of(int i) const { return BATCH == 1 ? 0 : (i * 32 + lane) / SideStage::PIECES; }
-    __device__ __forceinline__ int unit_of_word() const { return BATCH == 1 ? 0 : lane / (SideStage::WORDS ? SideStage::WORDS : 1); }
-
     __device__ __forceinline__ int tile(int unit_of_batch) const { return UNITS == 1 ? place : (unit + unit_of_batch * L::HOP) % UNITS * L::TILES + place; }
+
+    // Which unit of the batch a lane's i-th piece belongs to, or its word, by where it goes.
+    static constexpr bool WHOLE = SideStage::PIECES % 32 == 0;  // all lanes' i-th pieces belong to one
+    __device__ __forceinline__ int unit_of(int i) const { return BATCH == 1 ? 0 : WHOLE ? i * 32 / SideStage::PIECES : unit_at(to[i]); }
+    static __device__ __forceinline__ int unit_at(unsigned to) { return BATCH == 1 ? 0 : BATCH == 2 ? to >= L::STAGE_BYTES : to / L::STAGE_BYTES; }
 
     __device__ __forceinline__ void locate() {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int u = unit_of(i), q = i * 32 + lane - u * SideStage::PIECES;
+            const int u = BATCH == 1 ? 0 : (i * 32 + lane) / SideStage::PIECES, q = i * 32 + lane - u * SideStage::PIECES;
             const Source source = SideStage::piece(q, tile(u), part);
-            from[i] = source.in_record ? source.offset | 1 : head * S::HEAD_BYTES + source.offset;
-            to[i] = u * L::STAGE_BYTES + q * 16;
+            from[i] = source.in_record ? records + source.offset : pages + (head * S::HEAD_BYTES + source.offset);
+            to[i] = kept<!(BATCH == 1 || WHOLE) || S::SCALE_IN_RECORD != 0>(u * L::STAGE_BYTES + q * 16 + source.in_record);
         }
         if constexpr (WORDS > 0) {
-            const int u = unit_of_word(), w = lane - u * SideStage::WORDS;
-            word_from = SideStage::word(w, tile(u), head);
-            word_to = u * L::STAGE_BYTES + SideStage::word_to(w);
+            const int u = BATCH == 1 ? 0 : lane / SideStage::WORDS, w = lane - u * SideStage::WORDS;
+            word_from = records + SideStage::word(w, tile(u), head);
+            word_to = kept<(BATCH > 1)>(u * L::STAGE_BYTES + SideStage::word_to(w));
         }
     }
+    // In a register, where locations are for all copies and some instructions away: found anew they would take as long as a copy.
+    template <bool FAR>
+    static __device__ __forceinline__ int kept(int x) { return FAR && UNITS == 1 ? rolled(x) : x; }
 
-    // Address of a lane's i-th piece in page `id`. Whether one may lie in the record is known when compiling.
-    __device__ __forceinline__ const unsigned char* piece(int i, unsigned id) const {
-        const bool record = S::SCALE_IN_RECORD && from[i] & 1u;
-        const unsigned char* base = record ? records : pages;
-        return base + (static_cast<unsigned long long>(id) * (record ? S::RECORD_BYTES : page_stride) + (S::SCALE_IN_RECORD ? from[i] & ~1u : from[i]));
+    // Gives all lanes the ids of the next batch. Once before the first copy, which waits for them.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int u = 0; u < BATCH; ++u) ids[u] = __shfl_sync(~0u, now, taken + u);
+    }
+    __device__ __forceinline__ unsigned id_of(int u) const {
+        unsigned id = ids[0];
+#pragma unroll
+        for (int other = 1; other < BATCH; ++other) id = u == other ? ids[other] : id;
+        return id;
+    }
+
+    // Asks for the lists of the first COUNT units' pages, into the L2 cache: where they begin is not known before the pages' directories have come. One of the warps
+    // that share a unit does.
+    template <int COUNT>
+    __device__ __forceinline__ void ask_lists() const {
+        if constexpr (S::SPARSE) {
+            if (place != 0) return;
+#pragma unroll 1
+            for (int i = 0; i < COUNT && unit + i * L::HOP < end; ++i) {
+                const unsigned id = __shfl_sync(~0u, now, i);
+                if (UNITS > 1 && i > 0 && (unit + i * L::HOP) % UNITS >= L::HOP) continue;  // of the page before
+                for (int at = 128 * lane; at < S::RECORD_BYTES; at += 128 * 32) prefetch(beyond(records, id, S::RECORD_BYTES) + at);
+            }
+        }
     }
 
     // Starts the copies of the next batch, as far as there are units.
     __device__ __forceinline__ void copy(unsigned char* stage) {
         if (unit < end) {
-            const int left = (end - unit + L::HOP - 1) / L::HOP;  // units
+            const bool whole = BATCH == 1 || unit + (BATCH - 1) * L::HOP < end;
+            const int left = BATCH <= 2 ? 1 : (end - unit + L::HOP - 1) / L::HOP;  // units, if they are not a whole batch
             if constexpr (UNITS > 1) locate();
             const unsigned start = shared_address(stage);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int u = unit_of(i);
-                const unsigned id = __shfl_sync(~0u, now, taken + u);
-                if ((i * 32 + 32 <= PIECES || i * 32 + lane < PIECES) && (BATCH == 1 || u < left)) copy_async<16>(start + to[i], piece(i, id));
+                const unsigned id = id_of(u);
+                const bool record = S::SCALE_IN_RECORD && to[i] & 1u;
+                if ((i * 32 + 32 <= PIECES || i * 32 + lane < PIECES) && (whole || u < left)) {
+                    copy_async<16>(start + (S::SCALE_IN_RECORD ? to[i] & ~1u : to[i]), beyond(from[i], id, record ? S::RECORD_BYTES : page_stride));
+                }
             }
             if constexpr (WORDS > 0) {
-                const int u = unit_of_word();
-                const unsigned id = __shfl_sync(~0u, now, taken + u);
-                if (lane < WORDS && u < left) {
-                    copy_async<4>(start + word_to, records + (static_cast<unsigned long long>(id) * S::RECORD_BYTES + word_from));
-                    if (S::SPARSE && lane == u * SideStage::WORDS) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
+                const int u = unit_at(word_to);
+                const unsigned id = id_of(u);
+                if (lane < WORDS && (whole || u < left)) {
+                    copy_async<4>(start + word_to, beyond(word_from, id, S::RECORD_BYTES));
+                    if (S::SPARSE && lane % SideStage::WORDS == 0) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
                 }
             }
             unit += BATCH * L::HOP;
@@ -174,6 +205,7 @@ struct Feed {
                 taken = 0, now = later;
                 later = entry(32);
             }
+            begin();
         }
         copy_commit();
     }
@@ -181,6 +213,9 @@ struct Feed {
 
 // Of a side that is not packed: groups of copies are counted all the same.
 struct NoFeed {
+    __device__ __forceinline__ void begin() const {}
+    template <int COUNT>
+    __device__ __forceinline__ void ask_lists() const {}
     __device__ __forceinline__ void copy(unsigned char*) const { copy_commit(); }
 };
 

@@ -74,6 +74,10 @@ struct TilePages {
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
             if (count <= 0) return;
+            keys.begin();
+            values.begin();
+            keys.template ask_lists<SLOTS>();
+            values.template ask_lists<SLOTS>();
             for (int slot = 0; slot < SLOTS; slot += TURN_TILES) {
                 for (int p = 0; p < TURN_TILES; p += B) feed_key(ring + (slot + p) * L::STAGE_BYTES);
                 for (int p = 0; p < TURN_TILES; p += B) feed_value(ring + (slot + p) * L::STAGE_BYTES);
@@ -126,24 +130,24 @@ struct TilePages {
             arrived<COPIES - 1>();
             ask_keys(ring, 0, count);
         }
-        unsigned char* stages = ring;
+        int slot = 0;  // the turn's first one, in bytes
 #pragma unroll 1
         for (int done = 0, turn = 0; done < count; done += TURN_TILES, ++turn) {
             const int live = min(TURN_TILES, count - done);
             const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
-            unsigned char* const next = stages + TURN_TILES * L::STAGE_BYTES == ring + SLOTS * L::STAGE_BYTES ? ring : stages + TURN_TILES * L::STAGE_BYTES;
+            const int next_slot = slot + TURN_TILES * L::STAGE_BYTES == SLOTS * L::STAGE_BYTES ? 0 : slot + TURN_TILES * L::STAGE_BYTES;
+            unsigned char *const stages = ring + slot, *const next = ring + next_slot;
             if (TURN_TILES > 1 && live < TURN_TILES) arrived<0>();  // the last turn: its groups are not counted
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
             static_assert(STACK == 1 || B == STACK, "all tiles that share columns together");
             float score[STACK][NT][4];
 #pragma unroll
             for (int i = 0; i < STACK; ++i) fill<L>(score[i], minus_infinity());
-#pragma unroll 1
-            for (int p = 0; p < live; p = rolled(p + B)) {
+            each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
                 if constexpr (KEY_LISTS) keys.mend(stages + p * L::STAGE_BYTES, live - p);
-                if (KEY_LISTS && p + B < live) ask_keys(stages, p + B, live);
-                if (VALUE_LISTS && p + B >= live) ask_values(stages, 0, live);
+                if (KEY_LISTS && N > 1 && p + B < live) ask_keys(stages, p + B, live);
+                if (VALUE_LISTS && (N == 1 || p + B >= live)) ask_values(stages, 0, live);
                 float of_tiles[B][NT][4];
                 if constexpr (KP) {
                     const unsigned char* tiles[B];
@@ -159,7 +163,7 @@ struct TilePages {
                 __syncwarp();
                 if constexpr (KEY_LISTS) outliers.clear();
                 flow.feed_key(stages + p * L::STAGE_BYTES);
-            }
+            });
             if constexpr (KP) {
 #pragma unroll
                 for (int i = 0; i < STACK; ++i) keys.add_zeros(turn, i, score[i]);
@@ -178,12 +182,11 @@ struct TilePages {
             } else {
                 Softmax<C>::operands(score[0], values.scaled[0]);
             }
-#pragma unroll 1
-            for (int p = 0; p < live; p = rolled(p + B)) {
+            each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
                 if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
-                if (VALUE_LISTS && p + B < live) ask_values(stages, p + B, live);
-                if (KEY_LISTS && p + B >= live) ask_keys(next, 0, count - done - TURN_TILES);
+                if (VALUE_LISTS && N > 1 && p + B < live) ask_values(stages, p + B, live);
+                if (KEY_LISTS && (N == 1 || p + B >= live)) ask_keys(next, 0, count - done - TURN_TILES);
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll
@@ -200,11 +203,22 @@ struct TilePages {
                 __syncwarp();
                 if constexpr (VALUE_LISTS) outliers.clear();
                 flow.feed_value(stages + p * L::STAGE_BYTES);
-            }
-            stages = next;
+            });
+            slot = next_slot;
         }
         arrived<0>();
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
+    }
+
+    // Calls f with the first phase of each batch of a turn of `live` tiles, which has N at most: where that is one, there is no loop.
+    template <int N, typename F>
+    static __device__ __forceinline__ void each_batch(int live, F&& f) {
+        if constexpr (N == 1) {
+            f(0);
+        } else {
+#pragma unroll 1
+            for (int p = 0; p < live; p = rolled(p + L::BATCH)) f(p);
+        }
     }
 
     template <int PENDING_GROUPS>

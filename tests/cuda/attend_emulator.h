@@ -96,6 +96,7 @@ namespace signpost {
 
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_memory()); }
+inline unsigned char* shared_start(unsigned char* shared) { return shared; }
 inline void add_shared(unsigned to, int x, bool there = true) {
     if (there) atomicAdd(reinterpret_cast<int*>(shared_memory() + to), x);
 }
@@ -162,6 +163,10 @@ inline unsigned permute(unsigned low, unsigned high, unsigned which) {
     }
     return y;
 }
+
+inline const unsigned char* beyond(const void* place, unsigned count, unsigned each) { return static_cast<const unsigned char*>(place) + static_cast<uint64_t>(count) * each; }
+inline unsigned load_global8(const void* p) { return *static_cast<const unsigned char*>(p); }
+inline unsigned short load_global16(const void* p) { return *static_cast<const unsigned short*>(p); }
 
 template <int BYTES>
 void copy_async(unsigned to, const void* from) {
