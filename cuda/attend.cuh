@@ -218,7 +218,8 @@ __device__ __forceinline__ void attend(const AttendParams& params, unsigned char
     // Objects of their own, not members of one: the compiler keeps in registers what does not point into itself.
     using C = typename Plan<Shape>::Config;
     if (shared_address(shared) != SIGNPOST_SHARED_START) __trap();
-    Place<C> at(params, Layout<C>::BYTES ? shared : shared_start(shared));
+    // Where shared memory starts is known; in which way the compiler is told so decides how it finds addresses there (measured, docs/kernels-history.md).
+    Place<C> at(params, !Layout<C>::BYTES ? shared_start<false>(shared) : Layout<C>::ALONE ? shared_start<true>(shared) : shared);
     Query<C> query(at);
     Softmax<C> softmax(at);
     Outliers<C> outliers(at);

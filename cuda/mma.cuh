@@ -139,10 +139,11 @@ __device__ __forceinline__ void copy_wait() {
 #define SIGNPOST_SHARED_START 0
 #endif
 
-// Where it starts, as a number in a register: what the compiler is told it asks for again and again, and a constant it adds to each address apart.
-__device__ __forceinline__ unsigned char* shared_start(const unsigned char*) {
+// The same start, as a constant, which is added to each address apart, or as a number in a register.
+template <bool CONSTANT>
+__device__ __forceinline__ unsigned char* shared_start(unsigned char*) {
     unsigned start = SIGNPOST_SHARED_START;
-    asm volatile("" : "+r"(start));
+    if constexpr (!CONSTANT) asm volatile("" : "+r"(start));
     return static_cast<unsigned char*>(__cvta_shared_to_generic(start));
 }
 

@@ -96,7 +96,8 @@ namespace signpost {
 
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_memory()); }
-inline unsigned char* shared_start(unsigned char* shared) { return shared; }
+template <bool CONSTANT>
+unsigned char* shared_start(unsigned char* shared) { return shared; }
 inline void add_shared(unsigned to, int x, bool there = true) {
     if (there) atomicAdd(reinterpret_cast<int*>(shared_memory() + to), x);
 }
