@@ -101,7 +101,7 @@ struct Feed {
     int unit, end;  // next one to be copied
     int taken, now, later;
     unsigned ids[BATCH];  // of the next batch
-    // A lane's pieces: where the first page's begins, and bytes from the first stage, with the lowest bit set if it lies in a record.
+    // A lane's pieces: where they lie in page 0 or its record, and bytes from the first stage, with the lowest bit set for the record's.
     const unsigned char* from[EACH ? EACH : 1];
     unsigned to[EACH ? EACH : 1];
     const unsigned char* word_from;
@@ -161,7 +161,7 @@ struct Feed {
     }
 
     // Asks for the lists of the first COUNT units' pages, into the L2 cache: where they begin is not known before the pages' directories have come. One of the warps
-    // that share a unit does.
+    // that share a unit does. What it gains is not what one would think (docs/kernels-history.md, v27).
     template <int COUNT>
     __device__ __forceinline__ void ask_lists() const {
         if constexpr (S::SPARSE) {
