@@ -3,6 +3,10 @@
 
 namespace signpost {
 
+// Pieces of 8 bits that a model's numbers, and matrices that they meet, are sums of: numbers of two bytes have 11 bits at most. runtime/fragments.py has the same.
+template <typename Model>
+constexpr int pieces_of() { return sizeof(Model) == 4 ? 3 : 2; }
+
 #ifndef SIGNPOST_EMULATED  // on a CPU: tests/cuda/fibers.h
 // d += a b, sums in float.
 __device__ __forceinline__ void mma_bfloats(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {

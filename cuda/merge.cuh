@@ -33,7 +33,7 @@ struct Merge {
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
-    using Tile = Pieces<D, sizeof(typename C::Model) == 4 ? 3 : 2>;  // numbers of two bytes have 11 bits at most
+    using Tile = Pieces<D, pieces_of<typename C::Model>()>;
     static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : SEQUENCES;         // sequences of a block, which reads P inverted once
     static constexpr int BLOCKS = !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
     // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.

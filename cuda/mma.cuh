@@ -103,7 +103,7 @@ __device__ __forceinline__ const unsigned char* beyond(const void* place, unsign
     return y;
 }
 
-// Numbers in global memory, where the compiler does not see that they are there.
+// Numbers in global memory behind a place that `beyond` found: of these the compiler does not know which memory they are in. Nobody writes them meanwhile.
 __device__ __forceinline__ unsigned load_global8(const void* p) {
     unsigned x;
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(p));
@@ -132,7 +132,7 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where a block's dynamic shared memory starts: known, so that look-ups need no addition (`load_table`).
+// Where a block's dynamic shared memory starts: known, so that look-ups need no addition (`load_table`). `attend` checks it.
 #if __CUDA_ARCH__ >= 900
 #define SIGNPOST_SHARED_START 1024
 #else

@@ -31,7 +31,7 @@ template <class K, class P>
 struct Project {
     using Model = typename P::Model;
     static constexpr int D = P::D, WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = D / 16, STEPS = D / 16;
-    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of numbers: those of two bytes have 11 bits at most
+    static constexpr int PIECES = pieces_of<Model>();
     using Tile = Pieces<D, PIECES>;
     static constexpr int ROTATED = K::ROTATE ? D : 0, COLUMNS = ROTATED + K::SKETCH + K::OUTLIER_SKETCH;
     // Blocks that share a tile's columns.

@@ -207,12 +207,12 @@ struct PageAngles {
     static constexpr int MINE = (COUPLES + THREADS - 1) / THREADS;                     // couples of pairs of a thread
     static constexpr int SHARERS = THREADS > COUPLES ? THREADS / COUPLES : 1;          // threads of a couple
     static constexpr int BY_PHASE = SHARERS >= 4 && L::TURN_TILES >= 4 ? 4 : SHARERS >= 2 && L::TURN_TILES >= 2 ? 2 : 1;
-    static constexpr int LEFT = SHARERS / BY_PHASE, BY_ROW = LEFT >= 8 ? 8 : LEFT >= 4 ? 4 : LEFT >= 2 ? 2 : 1;  // a power of two: rows from one on lie in one block of columns
+    static constexpr int LEFT = SHARERS / BY_PHASE, BY_ROW = LEFT >= 8 ? 8 : LEFT >= 4 ? 4 : LEFT >= 2 ? 2 : 1;  // a power of two, so that no row of a thread lies in another block of columns than the first row it stands for
 
     const Place<C>& at;
     const int thread, first_phase, first_row;
     Angle angle[MINE][2];
-    int a_to[MINE], b_to[MINE];  // where its first row's channels of the first phase go, in words of the group's first buffer
+    int a_to[MINE], b_to[MINE];  // where its first row's channels of its first phase go in the group's first buffer, in words of all buffers
 
     __device__ __forceinline__ explicit PageAngles(const Place<C>& place)
         : at(place), thread((place.tile * L::PARTS + place.part) * 32 + place.lane), first_phase(thread % SHARERS % BY_PHASE), first_row(thread % SHARERS / BY_PHASE) {

@@ -110,8 +110,8 @@ struct Feed {
     const unsigned char *const pages, *const records;
     const unsigned page_stride;
 
-    __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* ids, int h_kv, const Range& range)
-        : table(ids), unit(range.first), end(range.end), taken(0), place(range.place), part(range.part), head(range.head), lane(range.lane),
+    __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* pages_of_sequence, int h_kv, const Range& range)
+        : table(pages_of_sequence), unit(range.first), end(range.end), taken(0), place(range.place), part(range.part), head(range.head), lane(range.lane),
           pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
         now = entry(0);
         later = entry(32);
@@ -160,8 +160,8 @@ struct Feed {
         return id;
     }
 
-    // Asks for the lists of the first COUNT units' pages, into the L2 cache: where they begin is not known before the pages' directories have come. One of the warps
-    // that share a unit does. What it gains is not what one would think (docs/kernels-history.md, v27).
+    // Asks for the records of the first COUNT units' pages, into the L2 cache, for their lists: where a head's begins is not known before the pages' directories have
+    // come. Of the teams that share a unit the first one does. What it gains is not what one would think (docs/kernels-history.md, v27).
     template <int COUNT>
     __device__ __forceinline__ void ask_lists() const {
         if constexpr (S::SPARSE) {

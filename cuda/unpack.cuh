@@ -64,7 +64,7 @@ struct Unpacker {
     static constexpr int TOKENS = chunk(), CHUNKS = T / TOKENS, TILES = TOKENS / TILE;
     static constexpr int PAIRS = S::ROPE_DIM / 2, MOST_HEADS = PAIRS ? 4 : 1;  // of an item
     static constexpr int ROW = D + 4;  // floats from one token to the next: other banks, pieces of 16 bytes
-    static constexpr int PIECES = sizeof(Model) == 4 ? 3 : 2;  // of matrices, 8 bits each: numbers of two bytes have 11 at most
+    static constexpr int PIECES = pieces_of<Model>();  // of matrices
     static constexpr int BITS = S::BITS ? S::BITS : 1, RUNS = D / 64;
     static constexpr bool CODES = S::BITS > 0 || S::BANDED > 0;
     // Shared memory: numbers f32 [TOKENS][ROW], angles (cos, sin) [TOKENS][PAIRS], the codebook f32 [2^BITS].
