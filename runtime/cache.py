@@ -28,6 +28,7 @@ from runtime.pack_factors import most_work_bytes
 from runtime.pages import CacheFullError
 from runtime.room import Room
 from runtime.rope import Rotation
+from runtime.sampling import whole
 from runtime.side import Filling, Side, filling, has_kernels
 from runtime.step import LayerStep, SidePackers, StepInputs, pack
 from runtime.units import Sharing, spans, units
@@ -270,8 +271,12 @@ class KVCache:
     ):
         if not isinstance(bundle, Bundle):
             raise TypeError(f"bundle={bundle!r}: load it with runtime.load(path)")
-        if b < 1 or (max_tokens is not None and max_tokens < 1):
-            raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1")
+        if not all(whole(n) and n >= 1 for n in (b, 1 if max_tokens is None else max_tokens)):
+            raise ValueError(f"b={b}, max_tokens={max_tokens}: both must be at least 1, whole numbers")
+        if budget is not None and not whole(budget):
+            raise ValueError(f"budget={budget!r}: must be a whole number of bytes")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype!r}: must be a model's, torch.float16, torch.bfloat16 or torch.float32")
         if budget is not None and max_tokens is None:
             raise ValueError(f"budget={budget}: say the most that a sequence may hold, too (max_tokens=)")
         if has_kernels(torch.device(device)):

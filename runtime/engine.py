@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ from runtime.decoding import Decoder, DeviceSteps, HostSteps, steps_of
 from runtime.grouping import PADDED, sharing
 from runtime.prefixes import Prefixes
 from runtime.prompts import SHORT, Prompt, PromptGraphs, Prompts
-from runtime.requests import Generation, Prefix, Reason, RequestError, known, whole, without_frames
+from runtime.requests import Generation, Prefix, Reason, RequestError, ends, known, without_frames
 from runtime.reuse import Reuse
-from runtime.sampling import NONE, Sampling, choose
+from runtime.sampling import NONE, Sampling, choose, whole
 from runtime.side import has_kernels
 from runtime.transfer import Arriving
 
@@ -130,6 +131,7 @@ class Engine:
         self.prefixes = Prefixes(range(sequences, sequences + prefixes))  # from the call until they are kept no more
         self._flights: deque[_Flight] = deque()  # steps that are queued
         self._served: list[Generation] = []  # in a step that was raised from, and not yet told
+        self._stepping = Lock()
 
     @property
     def idle(self) -> bool:
@@ -142,11 +144,12 @@ class Engine:
         A request's own prompt sees the prefix as it is cached, compressed, while attention within one prompt is exact.
         Raises RequestError for no tokens, too many of them, or where no sequence for prefixes is free.
         """
-        if not len(tokens):
+        found = known(tokens, self.decoder.vocabulary, "prefix")
+        if not found:
             raise RequestError("the prefix is empty: give at least one token")
-        if len(tokens) >= self.max_tokens:
-            raise RequestError(f"a prefix of {len(tokens)} tokens and at least one behind it: {self._limit}")
-        prefix = self.prefixes.make(known(tokens, self.decoder.vocabulary))
+        if len(found) >= self.max_tokens:
+            raise RequestError(f"a prefix of {len(found)} tokens and at least one behind it: {self._limit}")
+        prefix = self.prefixes.make(found)
         self.waiting.append(prefix)
         return prefix
 
@@ -179,16 +182,15 @@ class Engine:
         """
         if prefix is not None:
             self.prefixes.require(prefix)
-        if not len(prompt):
+        tokens = known(prompt, self.decoder.vocabulary)
+        if not tokens:
             raise RequestError(f"the prompt is empty: give at least one token{' behind the prefix' if prefix else ''}")
+        if not isinstance(sampling, Sampling | None):
+            raise RequestError(f"sampling={sampling!r}: give runtime.Sampling(temperature=..., top_p=..., seed=...)")
         if not whole(max_new_tokens) or max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={max_new_tokens}: must be at least 1, a whole number")
-        ends = tuple((s,) if isinstance(s, int) else tuple(s) for s in ((stop,) if isinstance(stop, int) else stop))
-        if () in ends:
-            raise RequestError("an empty stop sequence: name at least one token in each")
-        request = Generation(
-            known(prompt, self.decoder.vocabulary), max_new_tokens, sampling or Sampling(), ends, prefix=prefix
-        )
+        stops = ends(stop)
+        request = Generation(tokens, max_new_tokens, sampling or Sampling(), stops, prefix=prefix)
         if request.total > self.max_tokens:
             raise RequestError(f"{request}: {self._limit}")
         request.draws.manual_seed(request.sampling.seed)
@@ -198,17 +200,41 @@ class Engine:
         return request
 
     def cancel(self, request: Generation) -> None:
-        """Ends a request wherever it is, and frees what it holds; nothing happens to one that has ended."""
+        """Ends a request wherever it is, and frees what it holds; nothing happens to one that has ended.
+
+        Raises RequestError for another engine's.
+        """
+        self._require(request)
         if request.reason is None:
             self._end(request, "cancelled")
+
+    def _require(self, request: Generation) -> None:
+        """Raises RequestError for what is no request of this engine; one that has ended may be anybody's."""
+        if not isinstance(request, Generation):
+            way = ": Engine.drop ends a prefix" if isinstance(request, Prefix) else ": give what Engine.submit returned"
+            raise RequestError(f"{request if isinstance(request, Prefix) else repr(request)} is no request{way}")
+        mine = request in self.waiting or request in self.running.values() or (self.prompt or (None,))[0] is request
+        if request.reason is None and not mine:
+            raise RequestError(f"{request}: another engine's request; ask the engine that it was submitted to")
 
     def step(self) -> list[Generation]:
         """Some work for everybody: those requests that got a token or ended.
 
         What fails in a decode step (memory that somebody else took) is raised, and the requests that run are as they
         were before it: step again, or cancel some first. Tokens of a step that was queued before come with the next one
-        that does not fail.
+        that does not fail. Raises RuntimeError in a step, of another thread, say.
         """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError(
+                "a step of this engine is running: an engine is for one thread, which steps it for all; "
+                "let others hand their requests to that one"
+            )
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[Generation]:
         begun = self._steps is not None or bool(self.running)
         self._served += self._advance_prompt()
         if begun:  # who gets the first of all tokens hears of it before steps are prepared
@@ -311,12 +337,17 @@ class Engine:
         return list(requests.values())
 
     def run(self) -> None:
-        """Steps until everything has ended."""
+        """Steps until everything has ended. What a request failed with is its `error`, and not raised."""
         while not self.idle:
             self.step()
 
     def stream(self, request: Generation) -> Iterator[int]:
-        """Tokens of a request as they come; others go on meanwhile. Raises what the request failed with."""
+        """Tokens of a request as they come; others go on meanwhile. Raises what the request failed with, and
+        RequestError for another engine's."""
+        self._require(request)
+        return self._stream(request)
+
+    def _stream(self, request: Generation) -> Iterator[int]:
         seen = 0
         while True:
             while seen < len(request.tokens):

@@ -35,6 +35,7 @@ from runtime.hf_model import (
     split_of,
     text_config,
 )
+from runtime.sampling import whole
 
 __all__ = [
     "AttendingCache",
@@ -129,8 +130,8 @@ class SignpostCache(AttendingCache):
     """
 
     def __init__(self, model: PreTrainedModel, bundle: Bundle, max_tokens: int | None = None):
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens}: must be at least 1, or None to grow")
+        if max_tokens is not None and (not whole(max_tokens) or max_tokens < 1):
+            raise ValueError(f"max_tokens={max_tokens!r}: must be at least 1, or None to grow")
         bundle = share_of(model, bundle)
         super().__init__(model)
         self.bundle, self.max_tokens = bundle, max_tokens
@@ -141,11 +142,15 @@ class SignpostCache(AttendingCache):
     ) -> Tensor:
         if self.kv is None:
             self.kv = KVCache(self.bundle, q.shape[0], self.max_tokens, k.dtype, k.device)
-        if q.shape[0] != self.kv.b:
-            raise ValueError(f"a batch of {q.shape[0]} sequences, but this cache holds {self.kv.b}: use a new cache")
+        self._require_batch(q.shape[0])
         return self.kv.layers[layer].attend(q, k, v, positions, valid, scaling)
 
+    def _require_batch(self, b: int) -> None:
+        if self.kv and b != self.kv.b:
+            raise ValueError(f"a batch of {b} sequences, but this cache holds {self.kv.b}: use a new cache")
+
     def check_mask(self, earlier: Tensor) -> None:
+        self._require_batch(earlier.shape[0])
         shown, held = earlier.sum(1).tolist(), self.kv.lengths if self.kv else [0] * earlier.shape[0]
         if shown != held:
             raise ValueError(
@@ -330,10 +335,16 @@ class _Forward:
         update_wrapper(self, base.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (kwargs.get(name) for name in CACHE_KEYWORDS)
-        cache = next((cache for cache in given if isinstance(cache, AttendingCache)), None)
+        caches = (kwargs.get(name) for name in CACHE_KEYWORDS)
+        cache = next((cache for cache in caches if isinstance(cache, AttendingCache)), None)
         if cache is not None:
             cache.check(self.base)
+            given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            if any(isinstance(tokens, Tensor) and tokens.ndim > 1 and not tokens.shape[1] for tokens in given):
+                raise ValueError(
+                    f"no new tokens behind the {cache.get_seq_length()} that this cache holds: "
+                    "begin another text with a new cache, or reset() this one"
+                )
         before = [config._attn_implementation for config in self.configs]
         if ATTENTION not in before:  # else this pass runs inside of another one
             self.own = before

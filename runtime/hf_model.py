@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache as cached
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,7 +134,8 @@ def share_of(model: PreTrainedModel, bundle: Bundle) -> Bundle:
     bundle.
     """
     if not isinstance(bundle, Bundle):
-        raise TypeError(f"{bundle!r} is a {type(bundle).__name__}, not a Bundle: load it with runtime.load(path)")
+        what = f"{bundle!r} is a" if isinstance(bundle, str | bytes | PathLike | None) else "a"
+        raise TypeError(f"{what} {type(bundle).__name__}, not a Bundle: load it with runtime.load(path)")
     require_fit(model, bundle)
     split = split_of(model)
     return bundle.shard(split.rank, split.world)

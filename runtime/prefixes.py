@@ -26,6 +26,8 @@ class Prefixes(dict[int, Prefix]):
 
     def require(self, prefix: Prefix) -> None:
         """Raises RequestError for one that no request of this engine can begin with."""
+        if not isinstance(prefix, Prefix):
+            raise RequestError(f"{prefix!r} is no prefix: give what `Engine.prefix` returned")
         if prefix.error is not None:
             raise prefix.failure()
         if prefix.dropped:

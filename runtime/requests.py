@@ -1,7 +1,7 @@
 """What an engine is asked for: requests, the prefixes that they begin with, and what becomes of both."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from artifacts.errors import SignpostError
-from runtime.sampling import Sampling
+from runtime.sampling import Sampling, whole
 
 Reason = Literal["length", "stop", "cancelled", "failed"]
 
@@ -147,24 +147,59 @@ class Generation:
             self.reason = "length"
 
 
-def whole(x: object) -> bool:
-    """Whether it is a whole number; a truth value is none."""
-    return hasattr(x, "__index__") and not isinstance(x, bool)
-
-
-def known(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
-    """A prompt's tokens. Raises RequestError for what a model with so many embeddings does not have."""
-    if isinstance(prompt, Tensor) and prompt.dim() != 1:
+def known(prompt: Sequence[int], vocabulary: int, what: str = "prompt") -> tuple[int, ...]:
+    """A prompt's tokens, or of `what` else. Raises RequestError for what a model with so many embeddings does not
+    have."""
+    if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim != 1:
         raise RequestError(
-            f"a prompt of shape {list(prompt.shape)}: must be the tokens of one prompt, as in input_ids[0].tolist()"
+            f"a {what} of shape {list(prompt.shape)}: must be the tokens of one {what}, as in input_ids[0].tolist()"
         )
-    for place, token in enumerate(prompt):
-        if not hasattr(token, "__index__") or not 0 <= index(token) < vocabulary:
+    if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Sequence | Tensor | np.ndarray):
+        raise RequestError(f"{_short(prompt)} as {what}: must be a list of tokens, as tokenizer(text).input_ids is")
+    tokens = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    for place, token in enumerate(tokens):
+        if not _is_token(token, vocabulary):
             raise RequestError(
-                f"token {token!r} at place {place} of the prompt: must be an integer from 0 to {vocabulary - 1}, what "
+                f"token {token!r} at place {place} of the {what}: must be an integer from 0 to {vocabulary - 1}, what "
                 "the model has embeddings of"
             )
-    return tuple(index(token) for token in prompt)
+    return tuple(index(token) for token in tokens)
+
+
+def ends(stop: int | Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """What ends a request: a token, or several tokens or sequences of tokens, whether a model has them or only its
+    tokenizer. Raises RequestError for anything else."""
+    if _is_token(stop):
+        return ((index(stop),),)  # type: ignore[arg-type]
+    if isinstance(stop, str | bytes | Mapping) or not isinstance(stop, Sequence | Tensor | np.ndarray):
+        raise RequestError(f"stop={_short(stop)}: {_STOP}")
+    found = []
+    for each in stop.tolist() if isinstance(stop, Tensor | np.ndarray) else stop:
+        sequence = (each,) if not isinstance(each, Sequence | Tensor | np.ndarray) else tuple(each)
+        if not sequence:
+            raise RequestError("an empty stop sequence: name at least one token in each")
+        if isinstance(each, str | bytes) or not all(map(_is_token, sequence)):
+            raise RequestError(f"stop has {_short(each)}: {_STOP}")
+        found.append(tuple(index(token) for token in sequence))
+    return tuple(found)
+
+
+_STOP = (
+    "must be a token, or tokens or sequences of tokens, not text (tokenizer(text, add_special_tokens=False).input_ids "
+    "makes a sequence of it), integers of 0 or more"
+)
+
+
+def _is_token(x: object, vocabulary: int | None = None) -> bool:
+    """Whether it is an integer that may be a token, of a model with so many embeddings."""
+    if isinstance(x, Tensor) and (x.ndim or x.is_floating_point() or x.dtype == torch.bool):
+        return False
+    return whole(x) and index(x) >= 0 and (vocabulary is None or index(x) < vocabulary)  # type: ignore[arg-type]
+
+
+def _short(x: object) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def without_frames(error: Exception) -> Exception:

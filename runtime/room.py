@@ -131,7 +131,8 @@ class Room:
         if not torch.equal(positions, torch.arange(start, start + more)):
             raise ValueError(
                 f"sequence {i}: positions {positions.tolist()[:8]}... do not continue at {start}: "
-                "tokens of a sequence must follow each other (pass an attention mask with padded batches)"
+                "tokens of a sequence must follow each other. Pad batches on the left (tokenizer.padding_side='left') "
+                "and pass their attention mask; leave use_cache on; begin another text with a new cache"
             )
         return start - n
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from operator import index
 
 import torch
 from torch import Tensor
@@ -14,7 +16,12 @@ COLDEST = 1e-6  # temperature above 0: logits over it stay finite
 
 
 class SamplingError(SignpostError, ValueError):
-    """A sampling parameter is out of its range."""
+    """A sampling parameter is out of its range, or no number."""
+
+
+def whole(x: object) -> bool:
+    """Whether it is a whole number; a truth value is none."""
+    return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise SamplingError(f"{name}={value!r}: must be a number")
+        if not whole(self.seed):
+            raise SamplingError(f"seed={self.seed!r}: must be a whole number")
+        object.__setattr__(self, "seed", index(self.seed))
         if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
             raise SamplingError(f"temperature={self.temperature}: must be 0 (greedy), or finite and {COLDEST} or more")
         if not 0 < self.top_p <= 1:

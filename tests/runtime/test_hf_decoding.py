@@ -259,3 +259,41 @@ def test_a_reserve_of_no_tokens():
     model = tiny(CONFIGS["llama"])
     with pytest.raises(ValueError, match="max_tokens=-1: must be at least 1, or None to grow"):
         SignpostCache(model, bundle_for(model, kvquant(3)), max_tokens=-1)
+
+
+@pytest.mark.parametrize("most", [100.5, "64", True])
+def test_a_reserve_that_is_no_number(most):
+    model = tiny(CONFIGS["llama"])
+    with pytest.raises(ValueError, match=rf"max_tokens={most!r}: must be at least 1, or None to grow"):
+        SignpostCache(model, bundle_for(model, kvquant(3)), max_tokens=most)
+
+
+def test_a_cache_that_holds_another_text():
+    """What it cannot go on with is refused before anything has changed."""
+    model = tiny(CONFIGS["llama"])
+    cache = SignpostCache(model, bundle_for(model, kvquant(3)))
+    ids, mask = torch.arange(2, 11)[None], torch.ones(1, 9, dtype=torch.int64)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(
+            ValueError, match=r"no new tokens behind the 9 that this cache holds: begin another text with a"
+        ):
+            model(ids[:, :0], past_key_values=cache)
+        padded = torch.tensor([[0, 1, 1], [1, 1, 1]])
+        with pytest.raises(ValueError, match=r"a batch of 2 sequences, but this cache holds 1: use a new cache"):
+            model(
+                ids[:, :3].expand(2, -1),
+                attention_mask=torch.cat((mask.expand(2, -1), padded), 1),
+                past_key_values=cache,
+            )
+    assert cache.get_seq_length() == 9
+
+
+def test_padding_on_the_right():
+    model = tiny(CONFIGS["llama"])
+    cache = SignpostCache(model, bundle_for(model, kvquant(3)))
+    ids, mask = torch.arange(2, 12).reshape(2, 5), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"Pad batches on the left \(tokenizer\.padding_side='left'\)"):
+        model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
+        )

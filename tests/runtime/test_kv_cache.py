@@ -269,10 +269,22 @@ def test_half_precision_is_kept_and_given_back(dtype):
     assert np.isfinite(kv.bits)
 
 
-@pytest.mark.parametrize("b, max_tokens", [(0, None), (1, 0), (-1, 5)])
+@pytest.mark.parametrize("b, max_tokens", [(0, None), (1, 0), (-1, 5), (1.5, None), (1, 1.5), (True, 5), (1, "64")])
 def test_sizes_that_make_no_sense(b, max_tokens):
     with pytest.raises(ValueError, match=rf"b={b}, max_tokens={max_tokens}: both must be at least 1"):
         KVCache(BUNDLE, b, max_tokens)
+
+
+@pytest.mark.parametrize("budget", ["1GB", 700_000.5])
+def test_budgets_that_are_no_bytes(budget):
+    with pytest.raises(ValueError, match=rf"budget={budget!r}: must be a whole number of bytes"):
+        KVCache(BUNDLE, 1, 400, budget=budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "float16", None])
+def test_types_that_no_model_has(dtype):
+    with pytest.raises(ValueError, match=rf"dtype={dtype!r}: must be a model's, torch\.float16, torch\.bfloat16 or"):
+        KVCache(BUNDLE, 1, dtype=dtype)
 
 
 def room_for(tokens, b=3, most=400):
