@@ -93,7 +93,7 @@ def resolve_device(name: str) -> torch.device:
 
 def load_causal_lm(
     name: str,
-    dtype: str,
+    dtype: str | torch.dtype,
     device: str,
     revision: str | None = None,
     gpus: Sequence[int] = (),
@@ -102,13 +102,14 @@ def load_causal_lm(
     """Model in eval mode with frozen weights, and its tokenizer.
 
     name      as in `model_path`: folder, hub id, or a name like `tiny`, which is the embedded model
-    dtype     float32, bfloat16, float16, or auto for the checkpoint's
+    dtype     float32, bfloat16, float16 (by name or torch's own), or auto for the checkpoint's
     device    as in `resolve_device`
     gpus      over which to spread the layers, by numbers; none: the model stays whole, on `device`
     sharded   the ranks that torchrun has started share the weights of every layer (tensor parallelism), each on a GPU
               of its own if there are any, so `device` is auto. transformers connects them. Only rank 0 shows progress
     Raises ModelLoadError where one of them cannot be had.
     """
+    dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelLoadError(f"dtype={dtype}: allowed are auto, {', '.join(DTYPES)}")
     path, target = model_path(name), _shared_device(device) if sharded else resolve_device(device)

@@ -45,7 +45,12 @@ def _cache_keyword(forward: Callable[..., Any]) -> str:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """Configuration of the language model."""
+    """Configuration of the language model. Raises TypeError for what is no model."""
+    if not hasattr(model, "config"):
+        raise TypeError(
+            f"a {type(model).__name__} is no model: load one with transformers, or runtime.hf.load_causal_lm(name, "
+            "'auto', 'auto')"
+        )
     return model.config.get_text_config()
 
 

@@ -138,5 +138,5 @@ class SignpostLM(HFLM):
 def _at_least(name: str, value: Any, least: int) -> int:
     """As an integer. Raises SignpostError for what is none, or less."""
     if not str(value).isdecimal() or int(value) < least:
-        raise SignpostError(f"{name}={value}: an integer of {least} or more")
+        raise SignpostError(f"{name}={value}: must be an integer of {least} or more; set it so, or leave it out")
     return int(value)

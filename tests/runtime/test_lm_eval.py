@@ -176,9 +176,9 @@ def test_arguments_that_make_no_sense(model, name):
     "arguments, message",
     [
         ({"batch_size": "auto:4"}, "batch_size=auto:4: .* give a number"),
-        ({"batch_size": 0}, "batch_size=0: an integer of 1 or more"),
-        ({"tail": -1}, "tail=-1: an integer of 0 or more"),
-        ({"chunk": "all"}, "chunk=all: an integer of 1 or more"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer of 1 or more; set it so, or leave it out"),
+        ({"tail": -1}, "tail=-1: must be an integer of 0 or more"),
+        ({"chunk": "all"}, "chunk=all: must be an integer of 1 or more"),
         ({"backend": "seq2seq"}, "llama with backend=seq2seq: only causal models"),
     ],
 )

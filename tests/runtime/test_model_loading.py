@@ -46,14 +46,14 @@ def test_loading_shows_no_bar_where_it_takes_no_time(monkeypatch, capsys, delay,
     assert ("Loading weights" in capsys.readouterr().err) is shown
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", torch.bfloat16, "auto"])
 def test_models_come_frozen_and_in_eval_mode(dtype):
     model, tokenizer = load_causal_lm("tiny", dtype, "cpu")
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
     assert tokenizer("some text")["input_ids"]
     if dtype != "auto":
-        assert model.dtype == getattr(torch, dtype)
+        assert model.dtype == (dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime import Engine, RequestError, Sampling
+from runtime.hf import SignpostCache
 from runtime.hf_decoder import HFDecoder
 from runtime.requests import ends, known
 from runtime.sampling import SamplingError
@@ -155,3 +156,17 @@ def test_an_engine_steps_once_at_a_time():
     assert request.tokens == expected.tokens
     assert said
     assert all(message.startswith("a step of this engine is running: an engine is for one") for message in said)
+
+
+@pytest.mark.parametrize("make", [HFDecoder, lambda model: SignpostCache(model, BUNDLE)])
+@pytest.mark.parametrize("model", ["tiny", None, BUNDLE], ids=lambda x: type(x).__name__)
+def test_what_is_no_model(make, model):
+    with pytest.raises(
+        TypeError, match=rf"a {type(model).__name__} is no model: load one with transformers, or runtime\.hf"
+    ):
+        make(model)
+
+
+def test_models_and_bundles_that_have_changed_places():
+    with pytest.raises(TypeError, match=r"\Aa LlamaForCausalLM, not a Bundle: load it with runtime\.load\(path\)\Z"):
+        SignpostCache(BUNDLE, MODEL)
