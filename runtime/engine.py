@@ -22,7 +22,7 @@ Or the engine sees by itself what a prompt has in common with others, before it 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
@@ -171,7 +171,7 @@ class Engine:
         prompt: Sequence[int],
         max_new_tokens: int,
         sampling: Sampling | None = None,
-        stop: int | Sequence[int | Sequence[int]] = (),
+        stop: int | Iterable[int | Sequence[int]] = (),
         prefix: Prefix | None = None,
     ) -> Generation:
         """Queues a request; `stop` is a token, or several tokens or sequences of tokens, that end it; `prefix` is what

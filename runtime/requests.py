@@ -1,12 +1,12 @@
 """What an engine is asked for: requests, the prefixes that they begin with, and what becomes of both."""
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from operator import index
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from artifacts.errors import SignpostError
-from runtime.sampling import Sampling, whole
+from runtime.sampling import Sampling
 
 Reason = Literal["length", "stop", "cancelled", "failed"]
 
@@ -166,16 +166,17 @@ def known(prompt: Sequence[int], vocabulary: int, what: str = "prompt") -> tuple
     return tuple(index(token) for token in tokens)
 
 
-def ends(stop: int | Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def ends(stop: int | Iterable[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """What ends a request: a token, or several tokens or sequences of tokens, whether a model has them or only its
     tokenizer. Raises RequestError for anything else."""
     if _is_token(stop):
-        return ((index(stop),),)  # type: ignore[arg-type]
-    if isinstance(stop, str | bytes | Mapping) or not isinstance(stop, Sequence | Tensor | np.ndarray):
+        return ((index(cast(int, stop)),),)
+    if isinstance(stop, str | bytes | Mapping) or not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
         raise RequestError(f"stop={_short(stop)}: {_STOP}")
     found = []
     for each in stop.tolist() if isinstance(stop, Tensor | np.ndarray) else stop:
-        sequence = (each,) if not isinstance(each, Sequence | Tensor | np.ndarray) else tuple(each)
+        alone = not isinstance(each, Sequence | Tensor | np.ndarray) or getattr(each, "ndim", 1) == 0
+        sequence: tuple[int, ...] = (cast(int, each),) if alone else tuple(cast(Sequence[int], each))
         if not sequence:
             raise RequestError("an empty stop sequence: name at least one token in each")
         if isinstance(each, str | bytes) or not all(map(_is_token, sequence)):
@@ -190,11 +191,15 @@ _STOP = (
 )
 
 
-def _is_token(x: object, vocabulary: int | None = None) -> bool:
+def _is_token(x: Any, vocabulary: int | None = None) -> bool:
     """Whether it is an integer that may be a token, of a model with so many embeddings."""
-    if isinstance(x, Tensor) and (x.ndim or x.is_floating_point() or x.dtype == torch.bool):
+    if getattr(x, "ndim", 0) or isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool:
         return False
-    return whole(x) and index(x) >= 0 and (vocabulary is None or index(x) < vocabulary)  # type: ignore[arg-type]
+    try:
+        number = index(x)
+    except TypeError:
+        return False
+    return number >= 0 and (vocabulary is None or number < vocabulary)
 
 
 def _short(x: object) -> str:

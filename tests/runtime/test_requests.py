@@ -100,7 +100,8 @@ def test_lists_of_tokens(prompt):
     [
         ((), ()), (2, ((2,),)), (np.int64(2), ((2,),)), (torch.tensor(2), ((2,),)), ([2, 3], ((2,), (3,))),
         ([np.int64(2)], ((2,),)), (torch.tensor([2, 3]), ((2,), (3,))), ([[2, 3], 4], ((2, 3), (4,))),
-        ([torch.tensor([2, 3])], ((2, 3),)), ([(2, 10**7)], ((2, 10**7),)),
+        ([torch.tensor([2, 3])], ((2, 3),)), ({2}, ((2,),)), ((x for x in (2, 3)), ((2,), (3,))),
+        ([(2, 10**7)], ((2, 10**7),)), ([torch.tensor(2), 3], ((2,), (3,))),
     ],
 )  # fmt: skip
 def test_stops(stop, expected):
@@ -108,7 +109,25 @@ def test_stops(stop, expected):
 
 
 @pytest.mark.parametrize(
-    "stop", ["the", b"the", ["the"], None, [None], -5, True, [True], 2.0, [2.0], [[[1]]], [[1, "a"]], {2: 3}], ids=repr
+    "stop",
+    [
+        "the",
+        b"the",
+        ["the"],
+        np.array(2.0),
+        torch.tensor(2.0),
+        None,
+        [None],
+        -5,
+        True,
+        [True],
+        2.0,
+        [2.0],
+        [[[1]]],
+        [[1, "a"]],
+        {2: 3},
+    ],
+    ids=repr,
 )
 def test_what_stops_nothing(stop):
     with pytest.raises(RequestError, match=r"stop.*must be a token, or tokens or sequences of tokens, not text"):
