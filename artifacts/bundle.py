@@ -209,5 +209,7 @@ def _check_tensor(name: str, tensor: Tensor, spec: TensorSpec) -> None:
         raise FormatError(f"tensor {name} holds numbers that are not finite")
     if name.endswith((".signposts", ".edges")) and not (np.diff(tensor.astype(np.float64)) >= 0).all():
         raise FormatError(f"tensor {name} is not in ascending order")
+    if name.endswith(".spacing") and not tensor[1] > 0:
+        raise FormatError(f"tensor {name} says that values are {tensor[1]} apart, must be at least 1")
     if name.endswith(".scale") and not (tensor.astype(np.float64) >= 0).all():
         raise FormatError(f"tensor {name} holds a negative scale")

@@ -11,6 +11,7 @@ from artifacts.bundle import SIDES, Bundle, Tensor
 from artifacts.errors import BundleInvalidError
 from artifacts.format import Format
 from artifacts.loading import load
+from artifacts.parts.dense import GRID
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, st
         yield "lower", "is above upper"
     if fmt.dense and fmt.dense.codebook == "nuq" and np.abs(tensors["signposts"]).max() > 1:
         yield "signposts", "lie outside [-1, 1], to which numbers are normalized"
+    if fmt.dense and "spacing" in tensors:
+        start, step = (int(x) for x in tensors["spacing"])
+        if start < -GRID or start + step * ((1 << fmt.dense.bits) - 1) > GRID:
+            yield "spacing", "lies outside [-1, 1], to which numbers are normalized"
     if "edges" in tensors and np.abs(tensors["edges"]).max() > 1:
         yield "edges", "lie outside [-1, 1], to which numbers are normalized"
 

@@ -39,14 +39,19 @@ L2_BYTES = 60 << 20  # of an H200, and some more
 MODELS = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8), "qwen2.5-7b": (28, 4)}
 
 
-def nuq(bits: int, outliers: bool = True, t: int = 64) -> LayerFormat:
+def nuq(bits: int, outliers: bool = True, t: int = 64, codebook: str = "nuq") -> LayerFormat:
     """KVQuant with 1% outliers, or without."""
     window = Window(sinks=1)
     key, value = (Sparse(0.01, "channel", "bundle"), Sparse(0.01, "token", "online")) if outliers else (None, None)
     return LayerFormat(
-        Format(t, Dense(bits, "channel", 0, "nuq", "bundle"), key, window, "pre_rope"),
-        Format(t, Dense(bits, "token", 0, "nuq"), value, window),
+        Format(t, Dense(bits, "channel", 0, codebook, "bundle"), key, window, "pre_rope"),
+        Format(t, Dense(bits, "token", 0, codebook), value, window),
     )
+
+
+def even(bits: int, outliers: bool = True, t: int = 64) -> LayerFormat:
+    """The same with signposts that are evenly spaced."""
+    return nuq(bits, outliers, t, "uniform-fit")
 
 
 def kivi(bits: int, group: int = 32, rank: LowRank | None = None, t: int = 64) -> LayerFormat:
@@ -77,6 +82,13 @@ FORMATS: dict[str, LayerFormat] = {
     "nuq2": nuq(2, outliers=False),
     "nuq2-t32": nuq(2, outliers=False, t=32),
     "nuq2-t16": nuq(2, outliers=False, t=16),
+    "even4-1": even(4),
+    "even3-1": even(3),
+    "even2-1": even(2),
+    "even4": even(4, outliers=False),
+    "even2": even(2, outliers=False),
+    "even2-t32": even(2, outliers=False, t=32),
+    "even2-t16": even(2, outliers=False, t=16),
     "banded4": banded(3.75),
     "banded3": banded(3),
     "banded2": banded(2),
@@ -141,6 +153,10 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
         count = 1 << fmt.dense.bits
         at = (torch.arange(count) + 0.5) / count
         found["signposts"] = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
+    if fmt.dense and fmt.dense.codebook == "uniform-fit":  # about where those of "nuq" are
+        reach = {2: 58, 3: 78, 4: 90}[fmt.dense.bits]
+        step = 2 * reach // ((1 << fmt.dense.bits) - 1)
+        found["spacing"] = torch.tensor([-reach, step], dtype=torch.int8).cuda()
     if fmt.banded:
         of_heads = torch.tensor([widths(fmt.banded.bits, head) for head in range(h_kv)], dtype=torch.uint8)
         books = torch.ones(h_kv, D // BAND, 16)

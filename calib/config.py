@@ -23,13 +23,15 @@ MAX_SEED = 2**32 - 1
 SHARES = f"numbers from 0 (none) to {LARGEST}"
 DEVICES = r"auto|cpu|cuda(:\d+)?|split"
 WORK = ".signpost-work"
-FOR_RECIPES = ("bits", "outliers", "sinks")  # options that recipes may read
+FOR_RECIPES = ("bits", "outliers", "sinks", "codebook")  # options that recipes may read
 _ELSEWHERE = {
     "bits": "widths are said by part, such as method.value.dense.bits",
     "outliers": "recipes with outliers have the part `sparse`, as kvquant",
     "sinks": "windows are said by side, such as method.key.window.sinks",
+    "codebook": "codebooks are said by part, such as method.value.dense.codebook",
 }
 CHECKED = 96  # tokens through the real cache, where pages are no larger
+CODEBOOKS = ("nuq", "uniform-fit", "nuq-qnorm", "nf", "uniform")  # of numbers that have a range
 NAMED = ("first_half", "second_half", "sliding")
 
 
@@ -139,6 +141,7 @@ class Config:
     bits: int = field(default=4, metadata={"allowed": ", ".join(map(str, BITS))})
     outliers: float = field(default=0.01, metadata={"allowed": SHARES})
     sinks: int = 1
+    codebook: str = field(default="nuq", metadata={"allowed": ", ".join(CODEBOOKS)})
     samples: int = 16
     seqlen: int = 2048
     seed: int = 0
@@ -245,6 +248,8 @@ class Settings:
         _at_least({"samples": (c.samples, 1), "seqlen": (c.seqlen, 2), "sinks": (c.sinks, 0), "seed": (c.seed, 0)})
         if not 0 <= c.outliers <= LARGEST:
             raise ConfigError(f"outliers={c.outliers}: allowed are {SHARES}; outliers=0 keeps none")
+        if c.codebook not in CODEBOOKS:
+            raise ConfigError(f"codebook={c.codebook}: allowed are {', '.join(CODEBOOKS)}")
         if not c.checkpoint >= 0:
             raise ConfigError(f"checkpoint={c.checkpoint} must be at least 0: seconds between saves of a running pass")
         if c.dry_run and c.budget is not None:

@@ -9,7 +9,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from artifacts import CacheGeometry
+from artifacts import CacheGeometry, Format
 from artifacts.parts.banded import BAND
 from calib.config import Settings
 from calib.devices import place
@@ -81,12 +81,17 @@ def working(settings: Settings, model: Any, dtype: torch.dtype) -> int:
     layers = [layer for layer in settings.formats(l, sliding_windows(model)) if layer]
     sides = [fmt for layer in layers for fmt in (layer.key, layer.value)]
     bins = settings.config.method.bins
-    numbers = bins * sum(fmt.dense is not None and fmt.dense.codebook.startswith("nuq") for fmt in sides)
+    numbers = bins * sum(fmt.dense is not None and _fitted(fmt) for fmt in sides)
     numbers += min(BINS, bins) * h_kv * d // BAND * sum(fmt.banded is not None for fmt in sides)
     # Passes follow each other, and what the larger one of these keeps is what counts.
     matrices = 2 * h_kv * d * d * sum(fmt.rotate is not None and fmt.rotate.kind == "learned" for fmt in sides)
     histograms = LANES * 8 * max(MOMENTS * numbers, matrices)
     return logits + max(without, (l + 1) * n * hidden * dtype.itemsize + graph + histograms)
+
+
+def _fitted(fmt: Format) -> bool:
+    """Whether its dense codebook comes from a histogram."""
+    return fmt.dense is not None and (fmt.dense.codebook == "uniform-fit" or fmt.dense.codebook.startswith("nuq"))
 
 
 def products(device: torch.device, dtype: torch.dtype) -> float:

@@ -145,6 +145,37 @@ def fit_signposts(histogram: WeightedHistogram, k: int) -> Signposts:
     return Signposts(*_padded(values, edges, k - clusters, cost))
 
 
+def fit_spacing(histogram: WeightedHistogram, k: int, grid: int) -> tuple[int, int]:
+    """The evenly spaced codebook of `k` values with the least weighted squared error, (start, step): values are
+    `(start + step * i) / grid`, all within [-1, 1].
+
+    All of them are tried, so it is the best one of all whose cluster boundaries are the bin edges nearest to the
+    middles between values. Of equal ones the first, by step and then by start.
+
+    Raises:
+        ValueError: k < 2, no room for k values on the grid, or a histogram without weight.
+    """
+    if k < 2 or k > 2 * grid + 1:
+        raise ValueError(f"k is {k}; allowed are 2 to {2 * grid + 1} values a step of 1 / {grid} apart, within [-1, 1]")
+    if not histogram.weight.any():
+        raise ValueError("the histogram holds no weight, so every codebook costs the same; collect other numbers")
+    moments = (histogram.weight, histogram.first, histogram.second)
+    below = [np.concatenate(([0.0], np.cumsum(moment))) for moment in moments]  # of all bins before each
+    best, least = (0, 0), math.inf
+    for step in range(1, 2 * grid // (k - 1) + 1):
+        starts = np.arange(-grid, grid - step * (k - 1) + 1)
+        values = (starts[:, None] + step * np.arange(k)) / grid
+        middles = 0.5 * (values[:, 1:] + values[:, :-1])
+        inner = np.clip(np.rint((middles + 1) * (0.5 * histogram.bins)).astype(np.int64), 0, histogram.bins)
+        cuts = np.pad(inner, ((0, 0), (1, 0)))
+        ends = np.pad(inner, ((0, 0), (0, 1)), constant_values=histogram.bins)
+        weight, first, second = (moment[ends] - moment[cuts] for moment in below)
+        costs = (second - 2 * values * first + values * values * weight).sum(1)
+        if costs.min() < least:
+            best, least = (int(starts[costs.argmin()]), step), float(costs.min())
+    return best
+
+
 def quantization_cost(numbers: NDArray[np.floating], weights: NDArray[np.floating], values: Float64s) -> float:
     """Weighted sum of squared distances from each number to its nearest signpost, exact up to float64 rounding.
 

@@ -170,18 +170,23 @@ struct Alone {
             }
         } else {
             if (at.ends) exact_rest();
-            store(worker() + pair());
+            if (whole()) store_all();
+            else store(worker() + pair());
         }
     }
     // As in Attend.
     __device__ __forceinline__ void open_result() const {
         await_predecessor();
-        if (at.lane == 0) {
+        if (whole()) {
+            if (at.lane == 0) reinterpret_cast<int2*>(at.params.ranges)[at.sequence * at.params.h_kv + at.head] = make_int2(1, 0);
+        } else if (at.lane == 0) {
             int* const range = at.params.ranges + 2 * (at.sequence * at.params.h_kv + at.head);
             if (at.begins) range[0] = worker();
             if (at.ends) range[1] = worker();
         }
     }
+    // Whether the warp has all of the sequence, and nothing is left to the merge.
+    __device__ __forceinline__ bool whole() const { return L::DIRECT && at.begins && at.ends; }
     __device__ __forceinline__ void go_by_bytes() {
         auto feed = byte_pages.feed(at.from, at.to);
         Model numbers[ROWS][D / 32];
@@ -263,6 +268,15 @@ struct Alone {
         __syncwarp();
     }
 
+    // Writes what the sequence comes to.
+    __device__ __forceinline__ void store_all() {
+        const AttendParams& params = at.params;
+        softmax.store_all([&](int row) -> Model* {
+            const int which = blockIdx.y * ROWS + row, token = at.token_of(which);
+            if (which >= params.g * params.m) return nullptr;
+            return static_cast<Model*>(params.out) + at.sequence * params.out_sequence + token * params.out_token + (at.head * params.g + which - token * params.g) * params.out_head;
+        });
+    }
     // Writes the warp's result to `slot` of the partial results.
     __device__ __forceinline__ void store(int slot) {
         softmax.store_own(at.params.partial + (static_cast<long long>(blockIdx.y) * (places() + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2)));

@@ -70,17 +70,17 @@ struct BytePages {
 #pragma unroll 1
         for (int i = 0; i < feed.count; ++i) {
             PageList key_list{}, value_list{};
+            const bool last = i + 1 == feed.count;
             feed.open_keys(key_list, value_list);
             query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
             scores(feed.tiles(i));
-            feed.keys_done();
-            feed.open_values();
+            feed.keys_done(last);
+            feed.open_values(last);
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
             add_values();
-            feed.values_done();
-            const bool last = i + 1 == feed.count;
+            feed.values_done(last);
             if (V::SPARSE && ((i + 1) % UNITS_OF_VALUES == 0 || last)) take_value_outliers();
             if ((i + 1) % UNITS_OF_SUMS == 0 || last) take_sums();
         }
@@ -173,7 +173,7 @@ struct BytePages {
             if constexpr (B::SCALED) {
                 const int token = TILE * at.c + 8 * u + at.r;
                 scale[u] = fmaxf(__half2float(reinterpret_cast<const __half*>(mine() + B::SCALE)[token]), 5.9604645e-8f);
-                zero[u] = fmaf(scale[u], V::ORIGIN, __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
+                zero[u] = fmaf(scale[u], value_codes.origin(), __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
                 size = log2_fast(scale[u]);
             }
 #pragma unroll
@@ -190,9 +190,9 @@ struct BytePages {
                 const float weight = exp2_fast(whole[row][u] - maximum[row]), p = B::SCALED ? exp2_fast(score[row][u] - maximum[row]) : weight;
                 sum[row] += p;
                 if constexpr (B::SCALED) zeros[row] = fmaf(p, zero[u], zeros[row]);
-                const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * PROBABILITY));
+                const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * (V::EVEN && at.r % 2 ? PROBABILITY / ByteCodes<V, D>::ODD : PROBABILITY)));
                 // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code.
-                unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + at.c * 4 + u * 2 + at.r % 2;
+                unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + (V::EVEN ? at.c / 2 * 8 + at.r % 2 * 4 + at.c % 2 * 2 + u : at.c * 4 + u * 2 + at.r % 2);
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
                 if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p * VALUE_UNITS;
@@ -240,9 +240,10 @@ struct BytePages {
             second.load(mine() + B::VALUE_CODES + (tile + 1) * V::TILE_BYTES, at.lane);
             unrolled<STEPS>([&](auto step) {
                 constexpr int S = decltype(step)::value;
-                const unsigned a[4] = {value_codes.template row<S, 0>(first.words), value_codes.template row<S, 1>(first.words),
-                                       value_codes.template row<S, 0>(second.words), value_codes.template row<S, 1>(second.words)};
-                mma_unsigned(sums[S], a, b[tile], b[tile + 1]);
+                unsigned a[4];
+                value_codes.template values<S>(first.words, second.words, a);
+                if constexpr (V::EVEN) mma_all_unsigned(sums[S], a, b[tile], b[tile + 1]);
+                else mma_unsigned(sums[S], a, b[tile], b[tile + 1]);
             });
         }
     }
@@ -305,7 +306,7 @@ struct BytePages {
             y += __shfl_xor_sync(~0u, y, 1);
             if (at.c % 2 == 0 && at.c / 2 < ROWS) {
                 float2& to = reinterpret_cast<float2*>(out() + at.c / 2 * D)[8 * s + at.r];
-                float first_unit = V::UNIT / PROBABILITY, second_unit = first_unit;
+                float first_unit = value_codes.unit(PROBABILITY), second_unit = first_unit / value_codes.UPPER;
                 if constexpr (!B::SCALED) first_unit *= channels()[16 * s + at.r].x, second_unit *= channels()[16 * s + 8 + at.r].x;
                 to = make_float2(fmaf(x, first_unit, to.x), fmaf(y, second_unit, to.y));
             }

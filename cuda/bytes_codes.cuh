@@ -1,8 +1,8 @@
-// Codes to bytes: four codes of one matrix row in a register, by byte permutations of a codebook that lies in one to four registers.
+// Codes to bytes: four codes of one matrix row in a register, by byte permutations of a codebook that lies in one to four registers, or as they stand.
 //
 // The page's order (artifacts/order.py) has the codes of a row where a permutation's selector wants them, in the nibbles of half a
 // word. Four bits take two permutations: with the highest bit of its nibble set, one gives the sign of a byte, which is zero for
-// codebooks below 128.
+// codebooks below 128. Evenly spaced numbers take no look-up: a code is the number, but for a unit and an origin.
 #pragma once
 
 #include "bytes_layout.cuh"
@@ -38,6 +38,17 @@ struct ByteTable {
         }
     }
 
+    // A product's first operand of keys: steps S and S + 1.
+    template <int S, int COUNT>
+    __device__ __forceinline__ void keys(const unsigned (&words)[COUNT], unsigned (&a)[4]) const {
+        a[0] = row<S, 0>(words), a[1] = row<S, 1>(words), a[2] = row<S + 1, 0>(words), a[3] = row<S + 1, 1>(words);
+    }
+    // And of values: step S of two tiles.
+    template <int S, int COUNT>
+    __device__ __forceinline__ void values(const unsigned (&first)[COUNT], const unsigned (&second)[COUNT], unsigned (&a)[4]) const {
+        a[0] = row<S, 0>(first), a[1] = row<S, 1>(first), a[2] = row<S, 0>(second), a[3] = row<S, 1>(second);
+    }
+
     // The four numbers of step S in row r (UPPER: r + 8), in units: those at columns 2c, 2c + 1, 2c + 8 and 2c + 9.
     template <int S, int UPPER, int COUNT>
     __device__ __forceinline__ unsigned row(const unsigned (&words)[COUNT]) const {
@@ -45,6 +56,54 @@ struct ByteTable {
         if constexpr (BITS == 2) return permute(bytes[0], bytes[0], which);
         else if constexpr (BITS == 3) return permute(bytes[0], bytes[1], which);
         else return permute(bytes[0], bytes[1], which) | permute(bytes[2], bytes[3], which ^ 0x88888888u);
+    }
+};
+
+// Evenly spaced numbers: `origin` and so many times `unit` as the code says, 0 ... 15. Masks take four codes of a row out of a word, so a register has not the
+// columns 2c, 2c + 1, 2c + 8 and 2c + 9 of one step or tile, but of two of them the columns 2c and 2c + 8 (a[0], a[1]) or the odd ones (a[2], a[3]).
+template <int BITS>
+struct EvenCodes {
+    static constexpr int UPPER = BITS == 2 ? 4 : 1;  // how many times a code counts in rows r + 8, where it stands higher,
+    static constexpr int ODD = 16;                   // and in values' odd columns
+    static constexpr unsigned MASK = 0x01010101u * Codes<BITS>::MASK;
+    float unit_, origin_;
+
+    __device__ __forceinline__ void load(const float* values) { unit_ = values[1] - values[0], origin_ = values[0]; }
+    __device__ __forceinline__ float unit(float of) const { return unit_ * (1.f / of); }
+    __device__ __forceinline__ float origin() const { return origin_; }
+
+    template <int S, int COUNT>
+    static __device__ __forceinline__ void keys(const unsigned (&words)[COUNT], unsigned (&a)[4]) {
+        if constexpr (BITS == 2) {
+            const unsigned odd = words[S / 2] >> 4;
+            a[0] = words[S / 2] & MASK, a[1] = words[S / 2] & MASK << 2, a[2] = odd & MASK, a[3] = odd & MASK << 2;
+        } else {
+            unsigned rows[2];
+            by_rows(step<S>(words), step<S + 1>(words), rows);
+            a[0] = rows[0] & MASK, a[1] = rows[1] & MASK, a[2] = rows[0] >> 4 & MASK, a[3] = rows[1] >> 4 & MASK;
+        }
+    }
+
+    template <int S, int COUNT>
+    static __device__ __forceinline__ void values(const unsigned (&first)[COUNT], const unsigned (&second)[COUNT], unsigned (&a)[4]) {
+        if constexpr (BITS == 2) {
+            const unsigned word = permute(first[S / 2], second[S / 2], S % 2 ? 0x7632u : 0x5410u);
+            a[0] = word & MASK, a[1] = word & MASK << 2, a[2] = word & MASK << 4, a[3] = word & MASK << 6;
+        } else {
+            unsigned rows[2];
+            by_rows(step<S>(first), step<S>(second), rows);
+            a[0] = rows[0] & MASK, a[1] = rows[1] & MASK, a[2] = rows[0] & MASK << 4, a[3] = rows[1] & MASK << 4;
+        }
+    }
+
+private:
+    // A step's eight codes of 3 or 4 bits, those of row r in the low half; with 3 bits there are others' bits between them.
+    template <int S, int COUNT>
+    static __device__ __forceinline__ unsigned step(const unsigned (&words)[COUNT]) {
+        return Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
+    }
+    static __device__ __forceinline__ void by_rows(unsigned first, unsigned second, unsigned (&rows)[2]) {
+        rows[0] = permute(first, second, 0x5410u), rows[1] = permute(first, second, 0x7632u);
     }
 };
 
@@ -73,14 +132,30 @@ struct ByteBands {
     }
 };
 
-// What a warp keeps in registers of a side's codes. values: the codebook; bands: those of the head at hand.
-template <typename S, int D, bool BANDED = (S::BANDED > 0)>
-struct ByteCodes : ByteTable<S::BITS> {
+// What a warp keeps in registers of a side's codes. values: the codebook; bands: those of the head at hand. Numbers are `origin` and so many times `unit` as
+// bytes say, UPPER times that in rows r + 8; unit(x): the unit over x, a constant.
+template <typename S>
+struct FixedUnit {
+    static constexpr int UPPER = 1, ODD = 1;
+    static __device__ __forceinline__ float unit(float of) { return S::UNIT / of; }
+    static __device__ __forceinline__ float origin() { return S::ORIGIN; }
+};
+enum class ByteKind { TABLE, EVEN, BANDS };
+template <typename S>
+constexpr ByteKind byte_kind() {
+    return S::BANDED > 0 ? ByteKind::BANDS : S::EVEN ? ByteKind::EVEN : ByteKind::TABLE;
+}
+template <typename S, int D, ByteKind KIND = byte_kind<S>()>
+struct ByteCodes : ByteTable<S::BITS>, FixedUnit<S> {
     __device__ __forceinline__ void load(const float* values) { ByteTable<S::BITS>::load(values, S::UNIT, S::ORIGIN); }
     __device__ __forceinline__ void open(const unsigned char*) {}
 };
 template <typename S, int D>
-struct ByteCodes<S, D, true> : ByteBands {
+struct ByteCodes<S, D, ByteKind::EVEN> : EvenCodes<S::BITS> {
+    __device__ __forceinline__ void open(const unsigned char*) {}
+};
+template <typename S, int D>
+struct ByteCodes<S, D, ByteKind::BANDS> : ByteBands, FixedUnit<S> {
     __device__ __forceinline__ void load(const float*) {}
     __device__ __forceinline__ void open(const unsigned char* bands) { ByteBands::open<D / 32>(reinterpret_cast<const Band*>(bands)); }
 };

@@ -29,11 +29,11 @@ struct PageList {
 // What a lane copies of every page of one side: where it lies from a page's or record's start on is the same for all pages.
 template <typename S>
 struct LaneSource {
-    const unsigned char *codes, *record;  // of page 0: the lane's first piece of this head's codes; the record
+    const unsigned char *codes, *record;  // of page 0: the lane's first piece of this head's codes, of 16 bytes; the record
     unsigned codes_stride;
 
-    __device__ __forceinline__ LaneSource(const SideParams& side, int head, int h_kv, int lane)
-        : codes(side.heads + static_cast<long long>(head) * S::HEAD_BYTES + S::CODES + 16 * lane), record(side.records), codes_stride(h_kv * S::HEAD_BYTES) {}
+    __device__ __forceinline__ LaneSource(const SideParams& side, int head, int h_kv, int piece)
+        : codes(side.heads + static_cast<long long>(head) * S::HEAD_BYTES + S::CODES + 16 * piece), record(side.records), codes_stride(h_kv * S::HEAD_BYTES) {}
 
     __device__ __forceinline__ const unsigned char* codes_of(int id) const { return codes + static_cast<unsigned long long>(static_cast<unsigned>(id)) * codes_stride; }
     __device__ __forceinline__ const unsigned char* record_of(int id) const { return record + static_cast<unsigned long long>(static_cast<unsigned>(id)) * S::RECORD_BYTES; }
@@ -52,22 +52,25 @@ struct ByteFeed {
     const LaneSource<K> keys;
     const LaneSource<V> values;
     const int *const key_table, *const value_table;
-    const int scale_from;      // the lane's piece of the tokens' scales and zero points, in a page (from its piece of codes on) or record
+    const int scale_from;      // the lane's piece of its page's tokens' scales and zero points, in a page (from its piece of codes on) or record,
+    const int scale_to;        // and where it goes to, from `to` and scales on
     const int directory_from;  // the lane's piece of a directory, in a record: of keys (lanes below PIECES), or of values (the next PIECES)
     const int first, count;    // the warp's units: first, first + STRIDE, ...; none, if count is not positive
     const int pages;           // of the sequence
     int taken;                 // units whose ids were taken
     int2 ids;                  // (keys, values) of 32 pages, one a lane: of so many units
-    int2 now, next, later;     // of the unit at hand, and of the next ones; behind the last one: the last one again. Of several pages, lane i has those of i % PAGES
+    int2 now, next, later;     // of the lane's page of the unit at hand, and of the next ones; behind the last one: the last one again
     unsigned turn;             // 0 or where the directories of odd pages lie behind those of even ones
 
-    static constexpr int PAGES = B::PAGES, ASKED = 32 / PAGES, PIECES_OF_SCALES = K::T / 8;
+    // Of each page of a unit so many lanes copy, one after the other.
+    static constexpr int PAGES = B::PAGES, ASKED = 32 / PAGES, LANES = 32 / PAGES, PIECES_OF_SCALES = K::T / 8;
+    static_assert(LANES >= 2 * PIECES_OF_SCALES, "a lane has one piece of scales or zero points");
 
     __device__ __forceinline__ ByteFeed(const Place<C>& place, unsigned char* memory, int first_unit, int units)
-        : at(place), mine(memory), to(shared_address(memory) + 16 * place.lane), keys(place.params.key, place.head, place.params.h_kv, place.lane),
-          values(place.params.value, place.head, place.params.h_kv, place.lane), key_table(place.params.key.table + place.sequence * place.params.key.table_stride),
+        : at(place), mine(memory), to(shared_address(memory) + 16 * place.lane), keys(place.params.key, place.head, place.params.h_kv, place.lane % LANES),
+          values(place.params.value, place.head, place.params.h_kv, place.lane % LANES), key_table(place.params.key.table + place.sequence * place.params.key.table_stride),
           value_table(place.params.value.table + place.sequence * place.params.value.table_stride),
-          scale_from(scale_piece(place.lane)), directory_from(directory_piece(place)),
+          scale_from(scale_piece(place.lane % LANES)), scale_to(scale_place(place.lane)), directory_from(directory_piece(place)),
           first(first_unit), count(units), pages(place.key_packed / K::T), taken(0), ids{}, now{}, next{}, later{}, turn(0) {
         ask();
     }
@@ -90,10 +93,14 @@ struct ByteFeed {
         return (place.lane < PIECES ? K::START : V::START) + (place.head + place.lane % PIECES) * (B::TILES * 4);
     }
 
-    // A piece has eight tokens' scales; zero points follow them in shared memory.
-    static __device__ __forceinline__ int scale_piece(int lane) {
-        const int in_page = (lane < 8 ? V::SCALE : V::ZERO) + lane % PIECES_OF_SCALES * 16;
-        return V::SCALE_IN_RECORD ? in_page : in_page - V::CODES - 16 * lane;
+    // A piece has eight tokens' scales, or zero points, which follow all scales in shared memory.
+    static __device__ __forceinline__ int scale_piece(int piece) {
+        const int in_page = (piece < PIECES_OF_SCALES ? V::SCALE : V::ZERO) + piece % PIECES_OF_SCALES * 16;
+        return V::SCALE_IN_RECORD ? in_page : in_page - V::CODES - 16 * piece;
+    }
+    static __device__ __forceinline__ int scale_place(int lane) {
+        const int page = lane / LANES, piece = lane % LANES, of_zeros = piece / PIECES_OF_SCALES;
+        return PAGES == 1 ? 0 : 16 * (of_zeros * 8 + page * PIECES_OF_SCALES + piece % PIECES_OF_SCALES - lane);
     }
 
     // Asks for the ids of 32 pages, if there are more.
@@ -108,11 +115,9 @@ struct ByteFeed {
         const int unit = min(taken, count - 1);
         if (taken && taken % ASKED == 0) ask();
         ++taken;
-        const int from = PAGES == 1 ? unit : unit % ASKED * PAGES + at.lane % PAGES;
+        const int from = PAGES == 1 ? unit : unit % ASKED * PAGES + at.lane / LANES;
         return make_int2(__shfl_sync(~0u, ids.x, from), __shfl_sync(~0u, ids.y, from));
     }
-    // The id of a unit's page.
-    static __device__ __forceinline__ int page_of(int ids, int page) { return PAGES == 1 ? ids : __shfl_sync(~0u, ids, page); }
     // How many tiles the i-th unit has, or more than there are.
     __device__ __forceinline__ int tiles(int i) const { return pages * (K::T / TILE) - (first + i * L::STRIDE) * B::TILES; }
 
@@ -143,30 +148,34 @@ struct ByteFeed {
     }
 
     // Waits for the values of the unit at hand.
-    __device__ __forceinline__ void open_values() const {
-        copy_wait<1>();
+    __device__ __forceinline__ void open_values(bool last) const {
+        if (ENDS && last) copy_wait<0>();
+        else copy_wait<1>();
         __syncwarp();
     }
 
-    // Starts the copies of the next unit's keys, and of what the probabilities need of its values.
-    __device__ __forceinline__ void keys_done() const {
+    // Starts the copies of the next unit's keys, and of what the probabilities need of its values. last: there is none.
+    __device__ __forceinline__ void keys_done(bool last) const {
         static_assert(!B::SCALED || B::ZERO == B::SCALE + 128, "scales and zero points follow each other");
         __syncwarp();
+        if (ENDS && last) return;
         key_codes();
         key_list();
     }
     // Starts the copies of the next unit's values and goes on to it.
-    __device__ __forceinline__ void values_done() {
+    __device__ __forceinline__ void values_done(bool last) {
         __syncwarp();
+        if (ENDS && last) return;
         value_codes();
         value_list();
     }
+    // Short sequences take longer with one unit more, copied for nobody, than with asking; long ones, and with outliers all, do not.
+    static constexpr bool ENDS = L::ALONE && !K::SPARSE && !V::SPARSE;
 
     __device__ __forceinline__ void key_codes() const {
         codes(to + B::KEY_CODES, keys, next.x);
-        const int id = page_of(next.y, at.lane % 8 / PIECES_OF_SCALES);
-        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(id) : values.codes_of(id);
-        if (B::SCALED && at.lane < 16) copy_async<16>(to + B::SCALE, scales + scale_from);
+        const unsigned char* scales = V::SCALE_IN_RECORD ? values.record_of(next.y) : values.codes_of(next.y);
+        if (B::SCALED && at.lane % LANES < 2 * PIECES_OF_SCALES) copy_async<16>(to + scale_to + B::SCALE, scales + scale_from);
     }
     __device__ __forceinline__ void key_list() const {
         if constexpr (K::SPARSE) outliers<K>(keys.record_of(next.x), mine + B::DIRECTORIES + (turn ^ DIRECTORIES), to + B::KEY_LIST);
@@ -188,27 +197,16 @@ struct ByteFeed {
         }
     }
 
-    // A unit's codes of one side, 512 bytes at a time.
+    // A unit's codes of one side, 512 bytes at a time, as much of each page. id: of the lane's page.
     template <typename S>
-    __device__ __forceinline__ void codes(unsigned to_piece, const LaneSource<S>& side, int ids) const {
-        constexpr int PAGE = S::T / TILE * S::TILE_BYTES, BYTES = PAGES * PAGE;
-        static_assert(BYTES % 256 == 0, "half of the lanes copy as much");
-        if constexpr (PAGE % 512 == 0 || PAGES == 1) {
+    __device__ __forceinline__ void codes(unsigned to_piece, const LaneSource<S>& side, int id) const {
+        constexpr int PAGE = S::T / TILE * S::TILE_BYTES, AT_ONCE = 16 * LANES;
+        static_assert(PAGE % (AT_ONCE / 2) == 0, "half of the lanes copy as much");
+        const unsigned char* from = side.codes_of(id);
+        if constexpr (PAGES > 1) to_piece += at.lane / LANES * (PAGE - AT_ONCE);
 #pragma unroll
-            for (int page = 0; page < PAGES; ++page) {
-                const unsigned char* from = side.codes_of(page_of(ids, page));
-#pragma unroll
-                for (int i = 0; i < PAGE / 512; ++i) copy_async<16>(to_piece + page * PAGE + 512 * i, from + 512 * i);
-                if (PAGE % 512 && at.lane < 16) copy_async<16>(to_piece + PAGE / 512 * 512, from + PAGE / 512 * 512);
-            }
-        } else {  // lanes of different pages
-#pragma unroll
-            for (int i = 0; i < (BYTES + 511) / 512; ++i) {
-                const int piece = 512 * i + 16 * at.lane, page = piece / PAGE;
-                const unsigned char* from = side.codes_of(page_of(ids, page)) + (512 * i - page * PAGE);
-                if (piece < BYTES) copy_async<16>(to_piece + 512 * i, from);
-            }
-        }
+        for (int i = 0; i < PAGE / AT_ONCE; ++i) copy_async<16>(to_piece + AT_ONCE * i, from + AT_ONCE * i);
+        if (PAGE % AT_ONCE && at.lane % LANES < LANES / 2) copy_async<16>(to_piece + PAGE / AT_ONCE * AT_ONCE, from + PAGE / AT_ONCE * AT_ONCE);
     }
     // A page's list, from the piece in which it begins.
     template <typename S>

@@ -39,7 +39,7 @@ struct ByteKeys {
 
     // Once a head, after a barrier; another one follows.
     __device__ __forceinline__ void fold() const {
-        Query::fold(at, tables());
+        Query::fold(at, tables(), codes.origin());
         if (at.warp >= B::FAST) return;  // a warp a step
         uint4* zero_keys = reinterpret_cast<uint4*>(tables() + B::ZERO_KEYS) + 32 * at.warp + at.lane;
         uint4* turns = reinterpret_cast<uint4*>(tables() + B::TURNS) + 64 * at.warp + at.lane;
@@ -87,8 +87,8 @@ struct ByteKeys {
             unrolled<B::SLOW>([&](auto product) {
                 constexpr int I = decltype(product)::value;
                 constexpr int S = B::FAST + 2 * I;
-                const unsigned a[4] = {codes.template row<S, 0>(words.words), codes.template row<S, 1>(words.words), codes.template row<S + 1, 0>(words.words),
-                                       codes.template row<S + 1, 1>(words.words)};
+                unsigned a[4];
+                codes.template keys<S>(words.words, a);
 #pragma unroll
                 for (int row = 0; row < ROWS; ++row) {
                     mma_unsigned(of_low[row], a, low[row][I][0], low[row][I][1]);
@@ -187,8 +187,8 @@ struct ByteKeys {
     __device__ __forceinline__ void join(float size, int row, int tile, const int (&low)[4], const int (&high)[4], const float (&turned)[4], const float (&zero)[2],
                                          float (&part)[2]) const {
         const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
-        const float unit = size * (K::UNIT / Query::MOST), zeros[2] = {zero[0] * size, zero[1] * size}, mine_fast = at.c == 2 * row + tile / 2 ? 1.f : 0.f;
-        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), unit, zeros[e % 2]); };
+        const float unit = size * codes.unit(Query::MOST), zeros[2] = {zero[0] * size, zero[1] * size}, mine_fast = at.c == 2 * row + tile / 2 ? 1.f : 0.f;
+        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), e < 2 ? unit : unit / codes.UPPER, zeros[e % 2]); };
         part[0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast));
         part[1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast));
     }

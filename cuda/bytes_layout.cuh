@@ -13,7 +13,7 @@ struct Bytes {
     using V = typename Shape::Value;
     template <typename S>
     static constexpr bool plain() {
-        return (S::T == 64 || (64 % S::T == 0 && !S::SPARSE)) && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && S::UNIT > 0.f && !S::RANK && !S::SKETCH && !S::CENTER;
+        return (S::T == 64 || (64 % S::T == 0 && !S::SPARSE)) && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && (S::UNIT > 0.f || S::EVEN) && !S::RANK && !S::SKETCH && !S::CENTER;
     }
     static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED && !K::ROTATE;
     static constexpr bool VALUES = plain<V>() && (V::BANDED ? !V::SPARSE : V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D && !V::ROTATE);
@@ -68,9 +68,11 @@ struct ByteLayout {
     static constexpr int PAGE_TURNS = COPIED;                            // f32 (cos, sin) [PAIRS], from a warp's page to its next one
     static constexpr int STARTS = PAGE_TURNS + PAIRS * 8;                // f32 (cos, sin) [PAIRS] of the middle of the first unit, if token 0 is at position 0
     // and what a head's scales make of it.
-    static constexpr int COEFFICIENTS = STARTS + (C::ALONE ? PAIRS * 8 : 0);             // f32 [SLOW][2][32][4]: of the turned query, by function
-    static constexpr int ZEROS = COEFFICIENTS + SLOW * 1024;             // the same for zero points
-    static constexpr int ZERO_KEYS = ZEROS + SLOW * 1024;                // f16 first operands [FAST]
+    // Scales of channels are multiplied by the query's numbers when a unit's query is left, or, where outliers need these without, when operands are made.
+    static constexpr bool SCALED_PAIRS = !K::SPARSE;
+    static constexpr int COEFFICIENTS = STARTS + (C::ALONE ? PAIRS * 8 : 0);             // f32 [SLOW][2][32][4]: of the turned query, by function; scaled: [SLOW][32][2][2], of pairs
+    static constexpr int ZEROS = COEFFICIENTS + SLOW * (SCALED_PAIRS ? 512 : 1024);      // the same for zero points; scaled: [PAIRS][4], scales and zero points of both channels
+    static constexpr int ZERO_KEYS = ZEROS + (SCALED_PAIRS ? PAIRS * 16 : SLOW * 1024);  // f16 first operands [FAST]
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
     static constexpr int BLOCK_BYTES = TURNS + 2 * FAST * 512;
 
@@ -85,8 +87,10 @@ struct ByteLayout {
     static constexpr int ENDS = 16, DIRECTORY_BYTES = ENDS + 16;
     static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? PageListPlace::BYTES : 0);  // [2][keys, values]
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
-    static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS][PAIRS / 2][2][2][2]
-    static constexpr int FAST_OPERAND = TURNED + ROWS * PAIRS * 16;                                            // f16 [32][8]
+    static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS], of each: [PAIRS / 2][2][2][2], or
+    static constexpr int ODD_PAIRS = PAIRS * 8 + 64, EVEN_ZEROS = 2 * ODD_PAIRS, ODD_ZEROS = EVEN_ZEROS + PAIRS * 4 + 64;  // [2][PAIRS / 2][2][2], and what zero points add,
+    static constexpr int TURNED_BYTES = SCALED_PAIRS ? ODD_ZEROS + PAIRS * 4 : PAIRS * 16;                     // [2][STEPS / 4][4][2][2]: no lanes meet in a bank
+    static constexpr int FAST_OPERAND = TURNED + ROWS * TURNED_BYTES;                                          // f16 [32][8]
     static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
     static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]

@@ -85,6 +85,7 @@ struct Layout {
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
     static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
+    static constexpr bool DIRECT = BYTES && ALONE && !APART && !K::SPARSE && !V::SPARSE;  // who has all of a sequence's head leaves what it comes to, and the merge nothing to add up (elsewhere it takes longer)
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
     static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there
     // Scales need not touch the numbers where those of keys' channels go into RoPE's factors, or the query. That rounds an outlier several times, for speed, which pages of fewer
@@ -173,6 +174,7 @@ struct Layout {
     // A chunk is 32 sequences. Of warps alone where each begins, s64 [MOST_CHUNKS + 1]; else what is known of one, and of 32 heads: LineChunk.
     static constexpr int MOST_CHUNKS = 256, CHUNKS = (STATE + (ALONE ? 0 : ROWS * TEAMS * 8) + 15) / 16 * 16;
     static constexpr int PARKED = CHUNKS + (ALONE ? MOST_CHUNKS * 8 + 16 : static_cast<int>(sizeof(LineChunk))), PARKED_BYTES = 128;  // [WARPS]: what the loop over pages does not need
+    static_assert(PARKED % 16 == 0, "it goes by 16 bytes");
     // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
     static constexpr int CORRECTIONS = (PARKED + WARPS * PARKED_BYTES + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
     static constexpr int BYTE_TABLES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);

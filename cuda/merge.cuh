@@ -34,7 +34,8 @@ struct Merge {
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
     using Tile = Pieces<D, pieces_of<typename C::Model>()>;
-    static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : SEQUENCES;         // sequences of a block, which reads P inverted once
+    // Sequences of a block: it reads P inverted once; or a warp looks at so many, most of which have nothing to add up.
+    static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : L::DIRECT ? 32 * SEQUENCES : SEQUENCES;
     static constexpr int BLOCKS = !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
     // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.
     static constexpr int ROW = D + 4, TURNED = Tile::BYTES / 4, STATES = TURNED + SEQUENCES * ROW;
@@ -253,7 +254,15 @@ struct Merge {
         }
         await_predecessor();
         release_successor();
-        if constexpr (!V::ROTATE) {
+        if constexpr (SEVERAL && L::DIRECT) {
+            const int each = (count + WARPS - 1) / WARPS, begin = warp * each, mine = begin + lane;
+            const int2 range = lane < each && mine < count ? reinterpret_cast<const int2*>(params.ranges)[(first + mine) * params.h_kv + head] : make_int2(1, 0);
+            for (unsigned left = __ballot_sync(~0u, range.x <= range.y); left; left &= left - 1) {
+                const int sequence = first + begin + __ffs(left) - 1;
+                Sum all = gathered(params, sequence, head, row, lane);
+                put(params, sequence, head, row, lane, all);
+            }
+        } else if constexpr (!V::ROTATE) {
             if (warp >= count) return;
             Sum all = gathered(params, first + warp, head, row, lane);
             put(params, first + warp, head, row, lane, all);

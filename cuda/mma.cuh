@@ -48,6 +48,13 @@ __device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return as_bit
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) { return as_bits(__hadd2(as_half2(a), as_half2(b))); }
 
 #ifndef SIGNPOST_EMULATED
+// Reads from shared memory what the compiler may know to be there, so that it need not keep it.
+__device__ __forceinline__ uint4 load_again(const uint4* from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from))));
+    return x;
+}
+
 // d += a b, sums in float.
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -57,7 +64,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
 
 // d += a b of bytes, the 16 x 8 x 32 matrix instruction: a lane's register a[0] has (row r, columns 4c ... 4c + 3), a[1] row r + 8, a[2] and
 // a[3] the columns 16 later; b0 has (rows 4c ... 4c + 3 of column r), b1 those 16 later. a is signed, b signed or unsigned;
-// of the second one a is unsigned and b signed.
+// of the second one a is unsigned and b signed, of the last one both are unsigned.
 __device__ __forceinline__ void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
@@ -70,6 +77,11 @@ __device__ __forceinline__ void mma_of_unsigned(int (&d)[4], const unsigned (&a)
 }
 __device__ __forceinline__ void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_all_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -212,27 +224,35 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 // same for all lanes of a warp, whose place is `to`, but for the last OWN words, which stay in registers.
 template <typename N, int OWN = 0>
 struct Parked {
-    static constexpr int WORDS = sizeof(N) / sizeof(int) - OWN, BYTES = WORDS * static_cast<int>(sizeof(int));
+    static constexpr int WORDS = sizeof(N) / sizeof(int) - OWN;
     static_assert(sizeof(N) % sizeof(int) == 0, "whole words");
+    static constexpr int PIECES = WORDS / 4, BYTES = (WORDS + 3) / 4 * 16;
     int* const to;
     int own[OWN > 0 ? OWN : 1];
 
     __device__ __forceinline__ Parked(const N& x, void* place) : to(static_cast<int*>(place)) {
-        int now[WORDS + OWN];
+        unsigned now[WORDS + OWN];
         memcpy(now, &x, sizeof(N));
 #pragma unroll
         for (int i = 0; i < OWN; ++i) own[i] = now[WORDS + i];
         __syncwarp();  // who took what was parked there before has it
         if (threadIdx.x % 32 == 0) {
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) to[i] = now[i];
+            for (int i = 0; i < PIECES; ++i) reinterpret_cast<uint4*>(to)[i] = make_uint4(now[4 * i], now[4 * i + 1], now[4 * i + 2], now[4 * i + 3]);
+#pragma unroll
+            for (int i = 4 * PIECES; i < WORDS; ++i) to[i] = now[i];
         }
         __syncwarp();
     }
     __device__ __forceinline__ void take(N& x) const {
-        int then[WORDS + OWN];
+        unsigned then[WORDS + OWN];
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) then[i] = *static_cast<volatile int*>(to + i);
+        for (int i = 0; i < PIECES; ++i) {
+            const uint4 four = load_again(reinterpret_cast<const uint4*>(to) + i);
+            then[4 * i] = four.x, then[4 * i + 1] = four.y, then[4 * i + 2] = four.z, then[4 * i + 3] = four.w;
+        }
+#pragma unroll
+        for (int i = 4 * PIECES; i < WORDS; ++i) then[i] = *static_cast<volatile int*>(to + i);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) then[WORDS + i] = own[i];
         memcpy(&x, then, sizeof(N));

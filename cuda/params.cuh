@@ -23,14 +23,16 @@ struct AttendParams {
     SideParams key, value;
     const void* q;        // Model, strides below in numbers
     const float* projected;  // what cuda/project.cuh made of it, where keys are rotated or sketched
+    void* out;            // Model, strides below in numbers: of what no merge has to add up (Layout::DIRECT)
     float* partial;       // [row tiles][places + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum; places: blocks, or (blocks + h_kv) * warps that are alone
-    int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head
+    int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head; (1, 0): it is in `out`
     const int* lengths;   // [b] cached tokens, the new ones included
     const int* offsets;   // [b] position of token 0
     const uint4* turns;   // what turns keys by tokens' places, and first operands of turned zero points (runtime/turns.py): [heads][tiles][STEPS][3][32]
     const float* inv_freq;
     const unsigned char* functions;  // u8: what runtime/smooth.py makes, which ByteLayout begins with
     long long q_sequence, q_token, q_head;
+    long long out_sequence, out_token, out_head;
     long long turns_head;  // from one head's to the next, 0 if all have the same
     double of_all, of_aligned;  // one over the number of blocks, and over that of those that take part where each has one head alone
     int aligned;                // that number: as many blocks for each of the b h_kv heads as there are

@@ -13,6 +13,7 @@
 //                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c
 //   UNIT, ORIGIN    numbers of the codebook are ORIGIN and a whole number of UNITs, one byte; UNIT 0: they are not, or the model's
 //                   RoPE does not let pages go by bytes (runtime/units.py: fits_bytes)
+//   EVEN            1: numbers of the codebook are evenly spaced, its first two say how (then UNIT is 0), and pages may go by bytes
 //   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
 //   CENTER, ROTATE  not 0 where pages hold (x - mean) P; 2: each head has a matrix of its own
 //   SINKS, RECENT   of the window

@@ -216,6 +216,29 @@ struct Softmax {
         if (second && at.r == 0) of_row[2 * D + 2] = maximum[0][1], of_row[2 * D + 3] = sum[0][1];
     }
 
+    // If it is alone and has all: divided, to out(row), which is null for rows that there are not.
+    template <typename Out>
+    __device__ __forceinline__ void store_all(Out&& out) {
+        using Model = typename C::Model;
+        float weights[NT][2];
+        join(weights);
+        const int row = L::row_of(2 * at.c);
+        const bool mine = 2 * at.c < L::PITCH;
+        Model* const first = mine && row < ROWS ? out(row) : nullptr;
+        Model* const second = mine && L::PITCH > 1 && row + 1 < ROWS ? out(row + 1) : nullptr;
+        const float by[2] = {1.f / sum[0][0], 1.f / sum[0][1]};
+#pragma unroll
+        for (int u = 0; u < SHARE; ++u) {
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                const float2 x = joined(weights, u, 0, upper);
+                const int channel = L::channel_of(u, upper, at.r);
+                if (first) first[channel] = from_float<Model>(x.x * by[0]);
+                if (second) second[channel] = from_float<Model>(x.y * by[1]);
+            }
+        }
+    }
+
     // ---- the block's result ----
 
     // Writes the result of all warps to `slot` of the partial results. The ring has to be idle.

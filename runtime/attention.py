@@ -57,6 +57,7 @@ class _Attend(ctypes.Structure):
             for name in (
                 "q",
                 "projected",
+                "out",
                 "partial",
                 "ranges",
                 "lengths",
@@ -66,7 +67,8 @@ class _Attend(ctypes.Structure):
                 "functions",
             )
         ),
-        *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head", "turns_head")),
+        *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
+        *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head", "turns_head")),
         *((name, ctypes.c_double) for name in ("of_all", "of_aligned")),
         ("aligned", ctypes.c_int),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
@@ -330,7 +332,11 @@ class Step:
         self._stream = lambda: kernels._stream(kernels.device)
         self._merge_threads = module.integers["merge_threads"]
         at_once, most = module.integers["merge_sequences"], module.integers["merge_most"]
-        each = merged(at_once, most, self._merge_threads // 32, b * kernels.h_kv * rows, kernels.grid)
+        warps, rotated = self._merge_threads // 32, kernels.value.format.rotate is not None
+        if most > at_once and not rotated:  # few are left to add up: those that warps shared
+            each = warps * min(most // warps, max(1, b * kernels.h_kv // places))
+        else:
+            each = merged(at_once, most, warps, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
         pairs = b * kernels.h_kv
         aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
@@ -338,10 +344,10 @@ class Step:
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0,
-            projected.data_ptr(), partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
+            projected.data_ptr(), 0, partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
             turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
-            0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
+            0, 0, 0, 0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
             1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
@@ -353,7 +359,7 @@ class Step:
         )  # fmt: skip
         self.merge_params = _Merge(
             partial.data_ptr(), 0, ranges.data_ptr(),
-            kernels._pointer(1, "rotation"), kernels.restoring().data_ptr() if most > at_once else None,
+            kernels._pointer(1, "rotation"), kernels.restoring().data_ptr() if most > at_once and rotated else None,
             kernels._pointer(1, "mean"),
             0, 0, 0, *sizes, places, each,
         )  # fmt: skip
@@ -386,6 +392,7 @@ class Step:
             follows = True
         params.q, params.follows = q.data_ptr(), int(follows)
         params.q_sequence, params.q_head, params.q_token, _ = q.stride()
+        params.out, (params.out_sequence, params.out_head, params.out_token, _) = out.data_ptr(), out.stride()
         self._attend.launch(
             (self._grid, self._tiles, 1), self._threads, self._shared, params, self._stream(), overlap=True
         )

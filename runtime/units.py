@@ -15,6 +15,7 @@ from artifacts import Bundle, Dense, Format, LayerFormat, PageGeometry, Rope
 from artifacts.bundle import SIDES
 from artifacts.codes import RUN
 from artifacts.order import TILE
+from artifacts.parts.dense import GRID
 from runtime.jit import Unit
 from runtime.parts import banded
 from runtime.parts.dense import codebook, signpost_steps
@@ -95,6 +96,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
         "ROTATE": 0 if fmt.rotate is None else 2 if fmt.rotate.kind == "learned" else 1,
         "SINKS": fmt.window.sinks,
         "RECENT": fmt.window.recent,
+        "EVEN": int(by_bytes and evenly_spaced(fmt)),
         "ROPE_DIM": rope.dim if rope and rotated else 0,
         "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
     }
@@ -115,12 +117,16 @@ def byte_grid(fmt: Format) -> tuple[float, float]:
         return 1 / banded.UNITS, 0.0
     if part is None or part.bits > 4:
         return 0.0, 0.0
-    if part.codebook == "uniform":
-        return 2 / ((1 << part.bits) - 1), -1.0
     if part.codebook == "nuq":
         steps = signpost_steps(part.bits)
         return 1 / steps, -(steps + 1) / steps if part.bits == 4 else 0.0
     return 0.0, 0.0
+
+
+def evenly_spaced(fmt: Format) -> bool:
+    """Whether the numbers of the codebook are evenly spaced, of codes that bytes hold."""
+    part = fmt.dense
+    return part is not None and 2 <= part.bits <= 4 and part.codebook in ("uniform", "uniform-fit")
 
 
 def spread(part: Dense | None) -> float:
@@ -128,11 +134,12 @@ def spread(part: Dense | None) -> float:
 
     They are fractions of one denominator, which becomes the next power of two.
     """
-    if part is None or part.codebook not in ("uniform", "nuq", "nuq-qnorm"):
+    if part is None or part.codebook not in ("uniform", "uniform-fit", "nuq", "nuq-qnorm"):
         return 1.0
     if part.codebook != "uniform" and part.bits > 4:
         return 1.0
-    steps = (1 << part.bits) - 1 if part.codebook == "uniform" else signpost_steps(part.bits)
+    of_uniform = {"uniform": (1 << part.bits) - 1, "uniform-fit": GRID}
+    steps = of_uniform.get(part.codebook) or signpost_steps(part.bits)
     return (1 << steps.bit_length()) / steps
 
 
@@ -161,7 +168,8 @@ def takes_bytes(key: PageGeometry, value: PageGeometry, rope: Rope, rows: int, s
         fmt = side.format
         few = fmt.banded or (fmt.dense and 2 <= fmt.dense.bits <= 4)
         fills = fmt.t == 64 or (64 % fmt.t == 0 and not fmt.sparse)  # a unit, by one page or several
-        return bool(fills and few and byte_grid(fmt)[0] > 0 and not (fmt.lowrank or fmt.sketch or fmt.center))
+        whole = byte_grid(fmt)[0] > 0 or evenly_spaced(fmt)
+        return bool(fills and few and whole and not (fmt.lowrank or fmt.sketch or fmt.center))
 
     k, v, d = key.format, value.format, key.shape.d
     turned = k.domain == "pre_rope" and rope.dim == d and rope.layout != "interleaved" and not k.rotate

@@ -227,8 +227,37 @@ def _banded_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _evenly_spaced_cases() -> list[Case]:
+    """Every width of codes that `uniform-fit` has, with scales of all kinds, by bytes and not."""
+    one = Window(sinks=1)
+
+    def case(h_q: int, h_kv: int, d: int, key: Format, value: Format) -> Case:
+        rope = Rope(d, "half", 1.0, "default")
+        bits = [fmt.dense.bits if fmt.dense else 0 for fmt in (key, value)]
+        return Case(f"even-{bits[0]}-{bits[1]}bit-d{d}-{h_kv}x{h_q // h_kv}", key, value, h_q, h_kv, d, rope)
+
+    def kvquant(bits: int, of_values: int, t: int, sparse: bool) -> tuple[Format, Format]:
+        outliers = (SPARSE["channel"], SPARSE["token"]) if sparse else (None, None)
+        return (
+            Format(t, Dense(bits, "channel", 0, "uniform-fit", "bundle"), outliers[0], one, "pre_rope"),
+            Format(t, Dense(of_values, "token", 0, "uniform-fit"), outliers[1], one),
+        )
+
+    normed = Dense(3, "head", 0, "uniform-fit", "online", "norm")
+    return [
+        case(2, 2, 128, *kvquant(2, 2, 32, False)),
+        case(4, 2, 64, *kvquant(3, 4, 64, True)),
+        case(8, 2, 128, *kvquant(4, 3, 64, True)),
+        case(4, 2, 128, Format(64, normed, rotate=Rotate("haar")), Format(32, Dense(2, "token", 32, "uniform-fit"))),
+        case(
+            2, 2, 256, Format(32, Dense(4, "channel", 32, "uniform-fit")),
+            Format(64, Dense(2, "head", 0, "uniform-fit"), SPARSE["token"]),
+        ),
+    ]  # fmt: skip
+
+
 _ROWS = all_pairs(AXES, contradicts)
-CASES = [_case(index, _ROWS) for index in range(len(_ROWS))] + _banded_cases()
+CASES = [_case(index, _ROWS) for index in range(len(_ROWS))] + _banded_cases() + _evenly_spaced_cases()
 # For tests of one side alone: name, format, kv heads, head dimension, keys or values.
 SIDES = [(f"{case.name}.{side}", fmt, case.h_kv, case.d, side) for case in CASES for side, fmt in case.sides()]
 DENSE_SIDES = [side for side in SIDES if side[1].dense]
@@ -306,6 +335,10 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
     if fmt.banded or (fmt.dense and fmt.dense.scales == "bundle"):
         low, high = x.min(0), x.max(0)
         tensors |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
+    if fmt.dense and fmt.dense.codebook == "uniform-fit":
+        step = int(rng.integers(1, 254 // ((1 << fmt.dense.bits) - 1), endpoint=True))
+        start = int(rng.integers(-127, 127 - step * ((1 << fmt.dense.bits) - 1), endpoint=True))
+        whole["spacing"] = np.array([start, step], np.int8)
     if fmt.dense and fmt.dense.codebook in ("nuq", "nuq-qnorm"):
         tensors["signposts"] = np.sort(rng.uniform(-1, 1, 1 << fmt.dense.bits))
     if fmt.dense and fmt.dense.codebook == "nuq-qnorm":

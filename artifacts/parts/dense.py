@@ -14,6 +14,8 @@ from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
 from artifacts.order import TILE
 
+GRID = 127  # units of one, in which a bundle says where evenly spaced values lie
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -24,7 +26,8 @@ class Dense:
     group     numbers per scale along the vector; 0 = the whole vector. Whole means: with axis `channel`, all tokens
               ever (so the scales come from the bundle); with axis `token`, all channels of all kv heads of the token;
               with axis `head`, the d channels of the head
-    codebook  `uniform`, `nf` (NormalFloat), `nuq` (signposts from the bundle, rounded to a grid up to 4 bits where
+    codebook  `uniform` (evenly spaced over the whole range), `uniform-fit` (evenly spaced, and the bundle says where; 2
+              to 4 bits), `nf` (NormalFloat), `nuq` (signposts from the bundle, rounded to a grid up to 4 bits where
               codes are written and read: `runtime.parts.dense`), `nuq-qnorm` (signposts, stretched and
               shifted so that mean and deviation of what is decoded are those of the data, while codes are chosen as
               before: KVQuant's Q-Norm) or `lloyd` (Lloyd-Max for coordinates of a random direction, TurboQuant; needs
@@ -37,7 +40,7 @@ class Dense:
     bits: int
     axis: Literal["channel", "token", "head"]
     group: int = 0
-    codebook: Literal["uniform", "nf", "nuq", "nuq-qnorm", "lloyd"] = "uniform"
+    codebook: Literal["uniform", "nf", "nuq", "nuq-qnorm", "lloyd", "uniform-fit"] = "uniform"
     scales: Literal["bundle", "online"] = "online"
     normalize: Literal["range", "norm"] = "range"
 
@@ -65,6 +68,11 @@ class Dense:
             )
         if self.codebook == "lloyd" and self.normalize != "norm":
             raise FormatError("dense.codebook=lloyd is made for vectors of norm 1: set dense.normalize=norm")
+        if self.codebook == "uniform-fit" and self.bits not in (2, 3, 4):
+            raise FormatError(
+                f"dense.codebook=uniform-fit has 2 to 4 bits, not {self.bits}: set dense.codebook=nuq with 1 bit, whose "
+                "two values are evenly spaced anyway, and uniform with 8"
+            )
 
     def check(self, shape: PageShape) -> None:
         """Raises FormatError where the part does not fit a page of this shape."""
@@ -113,11 +121,14 @@ class Dense:
         """What the bundle holds per layer and side.
 
         scale, zero: of channels; signposts: the values of the codes before they are rounded; edges: between which
-        numbers take which code, where that is not the nearest value.
+        numbers take which code, where that is not the nearest value; spacing: the lowest value and the distance of
+        neighbours, in units of 1 / `GRID`.
         """
         tensors: dict[str, TensorSpec] = {}
         if self.scales == "bundle":
             tensors |= {name: TensorSpec("float32", (shape.h_kv, shape.d)) for name in ("scale", "zero")}
+        if self.codebook == "uniform-fit":
+            tensors["spacing"] = TensorSpec("int8", (2,))
         if self.codebook in ("nuq", "nuq-qnorm"):
             tensors["signposts"] = TensorSpec("float32", (1 << self.bits,))
         if self.codebook == "nuq-qnorm":

@@ -1,4 +1,5 @@
-"""Fits `dense`: ranges of channels, signposts (KVQuant section 3.2) and their Q-Norm (its first version, 3.5)."""
+"""Fits `dense`: ranges of channels, signposts (KVQuant section 3.2), evenly spaced or not, and their Q-Norm (its first
+version, 3.5)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 from artifacts.errors import SignpostError
 from artifacts.fields import PageShape
 from artifacts.parts import Dense
+from artifacts.parts.dense import GRID
 from calib.fits import Fit, Side
 from calib.histograms import histogram, moments
-from calib.signposts import WeightedHistogram, fit_signposts
+from calib.signposts import WeightedHistogram, fit_signposts, fit_spacing
 from calib.statistics import Bounds, LaneSums
 from runtime.parts import dense
 
@@ -25,7 +27,8 @@ def pending(side: Side) -> Fit | None:
         return None
     if part.scales == "bundle" and (fit := pending_ranges(side)):
         return fit
-    if "signposts" in part.bundle_tensors(side.shape) and "signposts" not in side.tables:
+    fitted = {"signposts", "spacing"} & part.bundle_tensors(side.shape).keys()
+    if not fitted <= side.tables.keys():
         return SignpostFit(part, side.method.weights, side.method.bins, side.tables, side.name)
     return None
 
@@ -77,6 +80,7 @@ class SignpostFit(Fit):
 
     weights: none (w = 1), fisher (w = F_ii, the squared gradient) or fisher_scaled (w = F_ii * s_i^2, KVQuant equation
     5 with the scales of normalization; without s_i a step counts the same in a wide and in a narrow vector).
+    Of `uniform-fit` they are the best ones that are evenly spaced.
     """
 
     title = "signposts"
@@ -114,7 +118,8 @@ class SignpostFit(Fit):
         return {name: sums.total().cpu() for name, sums in self.statistics.items()}
 
     def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """signposts: float32 [2**bits], ascending; with Q-Norm also edges: float32 [2**bits - 1].
+        """signposts: float32 [2**bits], ascending; with Q-Norm also edges: float32 [2**bits - 1]. Evenly spaced ones:
+        spacing, int8 [2], instead.
 
         Raises SignpostError where no number has any weight.
         """
@@ -123,7 +128,10 @@ class SignpostFit(Fit):
                 f"{self.name}: no number has any weight for the signposts, because all gradients are zero or all "
                 "numbers are equal: check that the model uses this layer, or set method.weights=none"
             )
-        values = fit_signposts(histogram(collected["weighted"]), 1 << self.part.bits).values
+        weighted, codes = histogram(collected["weighted"]), 1 << self.part.bits
+        if self.part.codebook == "uniform-fit":
+            return {"spacing": torch.tensor(fit_spacing(weighted, codes, GRID), dtype=torch.int8)}
+        values = fit_signposts(weighted, codes).values
         if self.part.codebook != "nuq-qnorm":
             return {"signposts": torch.from_numpy(values).float()}
         between = 0.5 * (values[:-1] + values[1:])

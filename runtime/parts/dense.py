@@ -14,6 +14,7 @@ from artifacts.errors import FormatError
 from artifacts.fields import PageShape
 from artifacts.order import channel_order
 from artifacts.parts import Dense
+from artifacts.parts.dense import GRID
 from runtime import codes
 
 HALF_MAX = 65504.0
@@ -35,6 +36,9 @@ def codebook(part: Dense, d: int, tables: dict[str, Tensor], device: torch.devic
         # A tensor: by a number torch on CUDA would not divide, but multiply with its reciprocal.
         steps = torch.full_like(tables["signposts"], signpost_steps(part.bits))
         return torch.round(tables["signposts"] * steps) / steps
+    if part.codebook == "uniform-fit":
+        start, step = tables["spacing"].float()
+        return (start + step * torch.arange(1 << part.bits, device=start.device)) / torch.full_like(start, GRID)
     if part.codebook == "lloyd":
         values = codebooks.lloyd_max(part.bits, d)
     else:

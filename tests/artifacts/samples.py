@@ -39,7 +39,8 @@ def dense_parts(draw: Callable[..., Any]) -> Dense:
     bits = draw(st.sampled_from([1, 2, 3, 4, 8]))
     if draw(st.booleans()):
         return Dense(bits, "head", 0, draw(st.sampled_from(["lloyd", "nuq"])), "online", "norm")
-    return Dense(bits, axis, group, draw(st.sampled_from(["uniform", "nf", "nuq"])), scales)
+    books = ["uniform", "nf", "nuq"] + (["uniform-fit"] if bits in (2, 3, 4) else [])
+    return Dense(bits, axis, group, draw(st.sampled_from(books)), scales)
 
 
 @st.composite
@@ -101,6 +102,8 @@ def tensors_of(layers: tuple[LayerFormat | None, ...], model: ModelFingerprint, 
             for name, spec in fmt.bundle_tensors(PageShape(fmt.t, model.h_kv, model.d, side)).items():
                 numbers = np.sort(rng.random(spec.shape, np.float32), axis=-1)
                 tensors[f"layers.{l}.{side}.{name}"] = (-numbers if name == "lower" else numbers).astype(spec.dtype)
+            if fmt.dense and fmt.dense.codebook == "uniform-fit":
+                tensors[f"layers.{l}.{side}.spacing"] = np.array([-100, 1 + seed % 13], np.int8)
             if fmt.banded:
                 widths = band_widths(fmt.banded, model.h_kv, model.d // BAND, rng)
                 tensors[f"layers.{l}.{side}.widths"] = widths

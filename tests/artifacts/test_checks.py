@@ -10,6 +10,7 @@ from artifacts import (
     BundleInvalidError,
     Dense,
     Format,
+    FormatError,
     LayerFormat,
     PageShape,
     Rotate,
@@ -138,6 +139,31 @@ def test_number_of_further_findings(tmp_path):
     bundle = everything(**{"rope.inv_freq": -np.ones(16), f"{VALUE}.upper": -2 * np.ones((2, D))})
     with pytest.raises(BundleInvalidError, match=r"rope\.inv_freq holds a negative frequency \(and 1 more\)"):
         verify(replace(bundle, evaluation=None).save(tmp_path / "b"))
+
+
+def evenly_spaced(spacing):
+    """A bundle of one layer whose 3-bit values say where they are evenly spaced."""
+    layer = LayerFormat(Format(64, Dense(2, "token")), Format(64, Dense(3, "token", codebook="uniform-fit")))
+    bundle = sample_bundle(0, (layer,))
+    return replace(bundle, tensors={**bundle.tensors, "layers.0.value.spacing": np.array(spacing, np.int8)})
+
+
+@pytest.mark.parametrize("spacing", [(-127, 36), (0, 18), (-127, 1)])
+def test_evenly_spaced_values_within_the_range(spacing):
+    assert not list(findings(evenly_spaced(spacing)))
+
+
+@pytest.mark.parametrize("spacing", [(-128, 1), (0, 19), (-126, 37)])
+def test_evenly_spaced_values_beyond_the_range(spacing):
+    (finding,) = findings(evenly_spaced(spacing))
+    assert finding.name == "layers.0.value.spacing"
+    assert "outside [-1, 1]" in finding.problem
+
+
+@pytest.mark.parametrize("step", [0, -3])
+def test_values_that_are_not_apart(step):
+    with pytest.raises(FormatError, match=f"layers.0.value.spacing says that values are {step} apart"):
+        evenly_spaced((5, step))
 
 
 def banded(**changes):

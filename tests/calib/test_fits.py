@@ -223,6 +223,26 @@ def test_outliers_and_vectors_without_range_do_not_matter(kind):
     assert torch.equal(base.result()["signposts"], changed.result()["signposts"])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_evenly_spaced_signposts(bits):
+    """Found in what signposts are found in; they cost what the best of all do, and what even spacing costs."""
+    x = pages(12)
+    gradient = gradients_like(x)
+    fits = [SignpostFit(Dense(bits, "token", 0, name), "fisher", 8192, {}, "v") for name in ("uniform-fit", "nuq")]
+    for fit in fits:
+        fit.observe(x, None, gradient)
+    even, best = (fit.result() for fit in fits)
+    assert (even["spacing"].dtype, even["spacing"].shape) == (torch.int8, (2,))
+    start, step = even["spacing"].tolist()
+    raw, weights = weighted_numbers(
+        x.double().numpy(), gradient.double().numpy(), np.zeros(x.shape, bool), None, None, "fisher"
+    )
+    costs = [quantization_cost(raw, weights, values) for values in (
+        (start + step * np.arange(1 << bits)) / 127, best["signposts"].double().numpy(), np.linspace(-1, 1, 1 << bits)
+    )]  # fmt: skip
+    assert 0.999 * costs[1] <= costs[0] <= 2 * costs[1] < costs[2]
+
+
 def test_signposts_without_any_weight_are_refused():
     fit = token_fit("fisher")
     fit.observe(pages(1), None, torch.zeros(1, T, H, D))

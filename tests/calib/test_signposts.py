@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
-from calib.signposts import WeightedHistogram, fit_signposts, quantization_cost
+from calib.signposts import WeightedHistogram, fit_signposts, fit_spacing, quantization_cost
 from tests.oracles.kmeans import cost_over_all_assignments, optimal_cost
 
 EPS = float(np.finfo(np.float64).eps)
@@ -110,6 +110,22 @@ def test_cost_and_values_are_those_of_the_numbers_between_the_bounds(bins: int, 
         np.testing.assert_allclose(fit.values[cluster], mean, rtol=0, atol=1e-12)
         cost += float((weights[inside] * (numbers[inside] - mean) ** 2).sum())
     np.testing.assert_allclose(fit.cost, cost, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("k, grid", [(2, 5), (4, 9), (5, 20), (16, 13)])
+def test_no_evenly_spaced_values_cost_less(name: str, k: int, grid: int) -> None:
+    """By all of them, on the numbers themselves; boundaries at bin edges cost the little that they do."""
+    numbers, weights = DATA[name](np.random.default_rng(3), 3000)
+    start, step = fit_spacing(WeightedHistogram.of(numbers, weights, 1 << 14), k, grid)
+    assert step >= 1
+    assert -grid <= start <= start + step * (k - 1) <= grid
+    costs = {
+        (first, each): quantization_cost(numbers, weights, (first + each * np.arange(k)) / grid)
+        for each in range(1, 2 * grid // (k - 1) + 1)
+        for first in range(-grid, grid - each * (k - 1) + 1)
+    }
+    assert costs[start, step] <= 1.001 * min(costs.values())
 
 
 def test_a_heavy_bin_does_not_wipe_out_the_cost_of_light_clusters() -> None:
@@ -349,6 +365,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: fit_signposts(WeightedHistogram.of(ONES, ONES, 4), 0),
         ValueError,
         "k is 0; a codebook needs at least 1 signpost",
+    ),
+    "k of evenly spaced values": (
+        lambda: fit_spacing(WeightedHistogram.of(ONES, ONES, 4), 20, 9),
+        ValueError,
+        "k is 20; allowed are 2 to 19 values a step of 1 / 9 apart",
+    ),
+    "one evenly spaced value": (lambda: fit_spacing(WeightedHistogram.of(ONES, ONES, 4), 1, 9), ValueError, "k is 1;"),
+    "no weight of evenly spaced values": (
+        lambda: fit_spacing(WeightedHistogram.of(ONES, np.zeros(4), 16), 4, 9),
+        ValueError,
+        "the histogram holds no weight",
     ),
     "no weight": (
         lambda: fit_signposts(WeightedHistogram.of(ONES, np.zeros(4), 16), 4),

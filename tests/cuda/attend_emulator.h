@@ -153,7 +153,9 @@ void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 inline void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, signed char>(d, a, b0, b1); }
 inline void mma_of_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<unsigned char, signed char>(d, a, b0, b1); }
 inline void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, unsigned char>(d, a, b0, b1); }
+inline void mma_all_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<unsigned char, unsigned char>(d, a, b0, b1); }
 
+inline uint4 load_again(const uint4* from) { return *from; }
 inline unsigned masked(unsigned a, unsigned b) { return a & b; }
 inline unsigned permute(unsigned low, unsigned high, unsigned which) {
     const uint64_t both = low | static_cast<uint64_t>(high) << 32;

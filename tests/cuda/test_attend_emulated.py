@@ -102,7 +102,11 @@ def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
 
 
 @pytest.mark.parametrize("g", [1, 2])
-@pytest.mark.parametrize("formats", [kvquant(3), with_outliers(0.02), with_outliers(0.1, 4), BANDED], ids=str)
+@pytest.mark.parametrize(
+    "formats",
+    [kvquant(3), with_outliers(0.02), with_outliers(0.1, 4), BANDED, without_outliers(kvquant(2, 32))],
+    ids=str,
+)
 def test_warps_alone(formats, g, monkeypatch):
     """Heads of fewer units than warps, sequences that several warps share, within a block and across."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
@@ -154,12 +158,15 @@ def test_warps_alone_with_any_parts(given, monkeypatch):
     check(given, [3, 330, 200])
 
 
-def test_warps_alone_with_several_new_tokens(monkeypatch):
+@pytest.mark.parametrize("formats", [with_outliers(0.02), without_outliers(kvquant(3))], ids=["outliers", "plain"])
+def test_warps_alone_with_several_new_tokens(formats, monkeypatch):
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
-    check(case(with_outliers(0.02), 2), [2, 66, 700, 130], 2)
+    check(case(formats, 2), [2, 66, 700, 130], 2)
 
 
-@pytest.mark.parametrize("formats", [with_outliers(0.02), BANDED], ids=["outliers", "banded"])
+@pytest.mark.parametrize(
+    "formats", [with_outliers(0.02), BANDED, without_outliers(kvquant(2, 16))], ids=["outliers", "banded", "plain"]
+)
 def test_warps_alone_with_more_sequences_than_lanes(formats, monkeypatch):
     """And than a block of the merge takes at once, where values are rotated."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
@@ -186,6 +193,22 @@ def test_fewer_blocks_where_heads_are_few():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_uniform_codes_by_bytes(bits):
     check(case(with_outliers(0.01, bits, "uniform")), LENGTHS)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("d, g, alone", [(128, 1, True), (64, 2, False), (128, 2, False), (64, 1, True)])
+def test_evenly_spaced_codes_by_bytes(bits, d, g, alone, monkeypatch):
+    """Also of small pages, and where one side alone has them."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone))
+    plain = without_outliers(with_outliers(0.01, bits, "uniform-fit"))
+    tabled = without_outliers(with_outliers(0.01, bits))
+    for formats in (in_pages_of(32 if alone else 64, plain), LayerFormat(plain.key, tabled.value)):
+        check(case(formats, 2 * g, d=d), [1, 65, 400, 330])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_evenly_spaced_codes_with_outliers(bits):
+    check(case(with_outliers(0.05, bits, "uniform-fit"), 2), [300, 65])
 
 
 @pytest.mark.parametrize("g", [1, 4, 12])

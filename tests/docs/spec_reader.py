@@ -96,10 +96,9 @@ def declared(manifest):
                 codes, book = 1 << dense["bits"], dense.get("codebook", "uniform")
                 if dense.get("scales", "online") == "bundle":
                     names |= {"scale": ("F32", (h, d)), "zero": ("F32", (h, d))}
-                if book in ("nuq", "nuq-qnorm"):
-                    names["signposts"] = ("F32", (codes,))
-                if book == "nuq-qnorm":
-                    names["edges"] = ("F32", (codes - 1,))
+                nuq, edges = {"signposts": ("F32", (codes,))}, {"edges": ("F32", (codes - 1,))}
+                fitted = {"nuq": nuq, "nuq-qnorm": nuq | edges, "uniform-fit": {"spacing": ("I8", (2,))}}
+                names |= fitted.get(book, {})
             if "sparse" in fmt and fmt["sparse"]["thresholds"] == "bundle":
                 shape = (1, 1) if fmt["sparse"]["axis"] == "matrix" else (h, d)
                 names |= {"lower": ("F32", shape), "upper": ("F32", shape)}
@@ -113,10 +112,13 @@ def declared(manifest):
 
 def values(bits, signposts):
     """What the codes of a dense part stand for that has signposts."""
-    if bits == 8:
-        return signposts
     n = np.float32(63 if bits == 4 else 127)
-    return np.round(signposts * n) / n
+    return signposts if bits == 8 else np.round(signposts * n) / n
+
+
+def evenly_spaced(bits, spacing):
+    """The same of one that has `spacing`."""
+    return (spacing[0] + spacing[1] * np.arange(1 << bits, dtype=np.float32)) / np.float32(127)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,13 @@ def test_signposts_are_rounded_as_the_runtime_does(bits):
     np.testing.assert_array_equal(spec_reader.values(bits, signposts), decoded.numpy(), strict=True)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_evenly_spaced_values_are_the_runtimes(bits):
+    spacing, part = np.array([-100, 13], np.int8), Dense(bits, "token", 0, "uniform-fit")
+    decoded = codebook(part, 64, {"spacing": torch.from_numpy(spacing)}, torch.device("cpu"))
+    np.testing.assert_array_equal(spec_reader.evenly_spaced(bits, spacing), decoded.numpy(), strict=True)
+
+
 def test_takes_a_hundred_lines():
     assert len([line for line in Path(spec_reader.__file__).read_text().splitlines() if line]) <= 100
 

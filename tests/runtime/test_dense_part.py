@@ -127,11 +127,19 @@ def test_signposts_are_on_the_grid(bits, codebook):
         assert np.abs(whole - whole.round()).max() < 1e-5
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_fitted_uniform_values(bits):
+    tables = {"spacing": torch.tensor([-41, 5], dtype=torch.int8)}
+    found = dense.codebook(Dense(bits, "token", 0, "uniform-fit"), 64, tables, torch.device("cpu"))
+    expected = np.arange(-41, -41 + 5 * 2**bits, 5, dtype=np.float32) / np.float32(127)
+    np.testing.assert_array_equal(found.numpy(), expected, strict=True)
+
+
 NUMBERS = st.floats(-(2.0**13), 2.0**13, width=32)  # the norm of 32 of them fits float16
 PARTS = st.builds(
-    lambda bits, codebook, kind: Dense(bits, *kind, codebook),
+    lambda bits, codebook, kind: Dense(bits, *kind, "nf" if codebook == "uniform-fit" and bits in (1, 8) else codebook),
     st.sampled_from([1, 2, 3, 4, 8]),
-    st.sampled_from(["uniform", "nf", "nuq"]),
+    st.sampled_from(["uniform", "uniform-fit", "nf", "nuq"]),
     st.sampled_from([("token", 0), ("token", 16), ("channel", 2), ("channel", 4), ("head", 0)]),
 )
 NORM_PARTS = st.builds(
@@ -144,7 +152,10 @@ MASKS = arrays(bool, (SMALL.t, SMALL.h_kv, SMALL.d))
 
 
 def signposts(bits):
-    return {"signposts": torch.from_numpy(np.sort(np.random.default_rng(bits).uniform(-1, 1, 1 << bits))).float()}
+    """What fitted codebooks of so many bits may be."""
+    values = np.sort(np.random.default_rng(bits).uniform(-1, 1, 1 << bits))
+    spacing = torch.tensor([-90, 180 // (1 << bits)], dtype=torch.int8)
+    return {"signposts": torch.from_numpy(values).float(), "spacing": spacing}
 
 
 @given(PARTS | NORM_PARTS, PAGES, MASKS)
@@ -163,7 +174,10 @@ def test_error_is_at_most_half_the_widest_gap(part, x, outliers):
 
 
 @given(
-    PARTS.filter(lambda part: part.codebook != "nuq"), st.floats(-100, 100), st.floats(1, 100), st.integers(0, 10**6)
+    PARTS.filter(lambda part: part.codebook in ("uniform", "nf")),
+    st.floats(-100, 100),
+    st.floats(1, 100),
+    st.integers(0, 10**6),
 )
 def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
     """Online scales reproduce themselves where the codebook ends at -1 and 1 (not signposts), the vector's extremes
@@ -177,8 +191,11 @@ def test_what_was_encoded_encodes_to_itself(part, middle, spread, seed):
     np.testing.assert_array_equal(twice, once)
 
 
-@pytest.mark.parametrize("codebook", ["uniform", "nf", "nuq"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "bits, codebook",
+    [(bits, name) for name in ("uniform", "nf", "nuq") for bits in (1, 2, 3, 4, 8)]
+    + [(bits, "uniform-fit") for bits in (2, 3, 4)],
+)
 def test_what_was_encoded_with_the_bundles_scales_encodes_to_itself(bits, codebook):
     """Where the rounding of zero + scale * value, normalized 3u (|zero| / scale + 2), is below half the least gap."""
     part, tables = Dense(bits, "channel", 0, codebook, "bundle"), signposts(bits)

@@ -6,7 +6,7 @@ import torch
 from artifacts import Dense, Format, Sketch
 from runtime.parts.dense import codebook
 from runtime.smooth import FAST_PAIRS, FUNCTIONS, TOKENS, WARPS, WORST, decompose, functions, is_smooth
-from runtime.units import byte_grid, fits_bytes
+from runtime.units import byte_grid, evenly_spaced, fits_bytes
 
 
 def frequencies(dim: int, base: float = 10000.0) -> torch.Tensor:
@@ -79,9 +79,8 @@ def test_what_kernels_read():
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["uniform", "nuq"])
-def test_codebooks_are_whole_numbers_of_units(bits, name):
-    part = Dense(bits, "token", codebook=name)
+def test_codebooks_are_whole_numbers_of_units(bits):
+    part = Dense(bits, "token", codebook="nuq")
     drawn = torch.rand(1 << bits, generator=torch.Generator().manual_seed(bits)).mul(2).sub(1).sort().values
     values = codebook(part, 128, {"signposts": drawn}, torch.device("cpu")).double()
     unit, origin = byte_grid(Format(64, part))
@@ -95,7 +94,19 @@ def test_codebooks_are_whole_numbers_of_units(bits, name):
     "part", [None, Dense(8, "token"), Dense(2, "token", codebook="nf"), Dense(3, "token", codebook="nuq-qnorm")]
 )
 def test_other_codebooks_are_not(part):
+    assert not evenly_spaced(Format(64, part, sketch=None if part else Sketch(64)))
     assert byte_grid(Format(64, part, sketch=None if part else Sketch(64))) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("name", ["uniform", "uniform-fit"])
+def test_evenly_spaced_codebooks(bits, name):
+    part = Dense(bits, "token", codebook=name)
+    values = codebook(part, 128, {"spacing": torch.tensor([-90, 11], dtype=torch.int8)}, torch.device("cpu")).double()
+    assert evenly_spaced(Format(64, part))
+    assert byte_grid(Format(64, part)) == (0.0, 0.0)
+    unit = values[1] - values[0]  # as kernels find it: codes of up to 15 times that, each value off by 2^-24
+    torch.testing.assert_close(values[0] + unit * torch.arange(1 << bits), values, atol=32 * 2**-24, rtol=0)
 
 
 def test_numbers_beyond_one_do_not_fit_bytes():
