@@ -3,7 +3,8 @@
     python -m benchmarks.throughput --out throughput.json [--model llama2-7b] [--memory 80e9] [--shapes 161+338 ...]
 
 A real architecture's shape, random weights. For prompts of m tokens and n new ones, a batch is as large as the
-geometry's bytes of the whole length allow beside the weights and work space, --room bytes and `WORK` a sequence;
+geometry's bytes of the whole length allow beside the weights and work space, --room bytes and `WORK` a sequence, or,
+with --batch, so many, if they fit (how fast products are depends on their number: cuBLAS chooses other kernels);
 peak_bytes says what torch then allocated. A step is the whole model's, from a CUDA graph, at half of the new tokens;
 `decode` is batch / step. `loop_us` is the engine's own loop instead, of 64 steps around there: pages taken, graph
 replayed, tokens chosen, the next step queued meanwhile. A prompt is a pass of the model with attention in full
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import torch
 from rich.console import Console
@@ -102,11 +104,13 @@ def fp16(decoder: HFDecoder, m: int, n: int, free: int) -> tuple[int, int, int, 
     return b, each, row.peak_bytes + longer, row.step_us, row.loop_us, median_of(prompt) / some
 
 
-def compressed(decoder: HFDecoder, name: str, m: int, n: int, free: int) -> tuple[int, int, int, float, float, float]:
+def compressed(
+    decoder: HFDecoder, name: str, m: int, n: int, free: int, batch: int | None = None
+) -> tuple[int, int, int, float, float, float]:
     """As `fp16`, for a compressed cache. The engine's steps are as many before half of the new tokens as behind."""
     bundle = bundle_of(decoder, name)
     each = bundle.geometry.cache_bytes(m + n, 2, m)
-    b = free // (each + WORK)
+    b = min(free // (each + WORK), batch or sys.maxsize)
     fresh_peak()
     kv = KVCache(bundle, b, m + n, torch.float16, "cuda", prompt=m)
     steps = DeviceSteps(decoder, kv, [b])
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=8e8, help="bytes for other work space (default: %(default).0f)")
     parser.add_argument("--shapes", nargs="+", default=["161+338", "4096+512"], help="prompt + new tokens")
     parser.add_argument("--formats", nargs="+", default=["nuq4-1", "nuq2-1", "kivi2-g32", "gear-l2"], choices=FORMATS)
+    parser.add_argument("--batch", nargs="+", type=int, default=[None], help="sequences of compressed caches at most")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="the model's layers, around their attention")
     args = parser.parse_args()
@@ -176,9 +181,9 @@ def main() -> None:
     free, rows = int(args.memory - args.room) - weights, list[Row]()
     for shape in args.shapes:
         m, n = (int(x) for x in shape.split("+"))
-        for name in ("fp16", *args.formats):
+        for name, batch in (("fp16", None), *product(args.formats, args.batch)):
             b, each, peak, step, engine, prompt = (
-                fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free)
+                fp16(decoder, m, n, free) if name == "fp16" else compressed(decoder, name, m, n, free, batch)
             )
             total = b * n / (b * prompt + n * step) * 1e6
             row = Row(shape, name, b, each, peak, step, engine, prompt, b / step * 1e6, total)

@@ -273,12 +273,12 @@ def plain(fmt: Format) -> Format:
     return replace(bare(fmt), lowrank=None, sketch=None)
 
 
-def kvquant(bits: int, t: int = 64, sinks: int = 1, recent: int = 0) -> LayerFormat:
+def kvquant(bits: int, t: int = 64, sinks: int = 1, recent: int = 0, codebook: Any = "nuq") -> LayerFormat:
     """KVQuant with 1% outliers."""
     window = Window(sinks, recent)
     return LayerFormat(
-        Format(t, Dense(bits, "channel", 0, "nuq", "bundle"), Sparse(0.01, "channel", "bundle"), window, "pre_rope"),
-        Format(t, Dense(bits, "token", 0, "nuq"), Sparse(0.01, "token", "online"), window),
+        Format(t, Dense(bits, "channel", 0, codebook, "bundle"), Sparse(0.01, "channel", "bundle"), window, "pre_rope"),
+        Format(t, Dense(bits, "token", 0, codebook), Sparse(0.01, "token", "online"), window),
     )
 
 

@@ -11,13 +11,14 @@ import torch
 from artifacts import Dense, Format, LayerFormat, Rotate, Sketch
 from runtime.attention import PagedAttention
 from runtime.units import ONE_BLOCK, Scoring, Sharing
-from tests.formats import kivi, kvquant
+from tests.formats import kivi, kvquant, without_outliers
 from tests.gpu.paged import Scene
 from tests.gpu.test_attention import with_formats
 
 ALONE = Sharing(1, alone=True)
 SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), kivi(2).value)
 LLOYD = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+EVEN = without_outliers(kvquant(2, 32, codebook="uniform-fit"))
 ROTATED = LayerFormat(replace(LLOYD, sketch=Sketch(64)), LLOYD)
 
 
@@ -36,7 +37,8 @@ def pages() -> None:
     and rotated; warps of a block, and alone."""
     for how in (ONE_BLOCK, ALONE):
         with patch.object(PagedAttention, "sharing", return_value=how):
-            by_bytes, by_tiles = ((kvquant(2), 2), (kvquant(3), 4)), ((kvquant(4), 8), (kvquant(2), 16))
+            by_bytes = ((kvquant(2), 2), (kvquant(3), 4), (EVEN, 2))
+            by_tiles = ((kvquant(4), 8), (kvquant(2), 16))
             for formats, h_q in (*by_bytes, *by_tiles, (kivi(2), 2), (kivi(2), 8), (SKETCHED, 8), (ROTATED, 2)):
                 scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
                 assert torch.isfinite(scene.run(scene.query())).all()
