@@ -131,8 +131,8 @@ struct Alone {
                 const long long next = here.base + weight(tokens);
                 if (next > here.first) {
                     at.take(32 * here.chunk + here.i, tokens, __shfl_sync(~0u, here.offset, here.i));
-                    at.from = unit(here.first - here.base), at.to = unit(here.last - here.base);
                     at.begins = here.base >= here.first, at.ends = next <= here.last;
+                    at.from = at.begins ? 0 : unit(here.first - here.base), at.to = at.ends ? at.units() : unit(here.last - here.base);
                     ParkedWalk there(here, parked());
                     sequence();
                     there.take(here);

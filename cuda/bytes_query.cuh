@@ -93,7 +93,7 @@ struct ByteQuery {
             for (int row = 0; row < ROWS; ++row) {
                 const float x = at.query()[row * D + pair] * at.params.rope_scaling, y = at.query()[row * D + pair + PAIRS] * at.params.rope_scaling;
                 turned[row][k] = make_float2(x * angle[k].x + y * angle[k].y, y * angle[k].x - x * angle[k].y);
-                if (pair >= 8 * B::FAST) bound[row] = fmaxf(bound[row], sqrt_fast(x * x + y * y) * widest);  // the fastest pairs stay halves
+                if (pair >= 8 * B::FAST) bound[row] = fmaxf(bound[row], (fabsf(x) + fabsf(y)) * widest);  // however it is turned; the fastest pairs stay halves
             }
         }
 #pragma unroll
@@ -101,7 +101,7 @@ struct ByteQuery {
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) bound[row] = fmaxf(bound[row], __shfl_xor_sync(~0u, bound[row], mask));
             size[row] = fmaxf(bound[row], 1e-20f);
-            const float inverse = 1.f / size[row];
+            const float inverse = reciprocal_fast(size[row]);
 #pragma unroll
             for (int k = 0; k < MINE; ++k) turned[row][k].x *= inverse, turned[row][k].y *= inverse;
         }

@@ -28,11 +28,13 @@ struct Exact {
         int capacity, begin;          // number of the token with which the window's last round began before any of them
         unsigned stride;              // from one token to the next
 
-        __device__ __forceinline__ explicit Vectors(const Place<C>& at) : stride(at.params.h_kv * D) {
+        __device__ __forceinline__ explicit Vectors(const Place<C>& at) : Vectors(at, 0, 0) {}
+        // others, others_begin: a window's capacity, and where it begins if as much is packed.
+        __device__ __forceinline__ Vectors(const Place<C>& at, int others, int others_begin) : stride(at.params.h_kv * D) {
             const SideParams& side = KEY ? at.params.key : at.params.value;
-            capacity = static_cast<int>(side.capacity);
+            capacity = static_cast<int>(side.capacity), begin = others_begin;
             const unsigned first = L::EXACT ? at.low() : KEY ? at.key_packed : at.value_packed;  // behind the sinks
-            begin = SINKS + static_cast<int>(first - first % static_cast<unsigned>(capacity));
+            if (capacity != others) begin = SINKS + static_cast<int>(first - first % static_cast<unsigned>(capacity));
             sinks = static_cast<const Model*>(side.sinks) + static_cast<long long>(at.sequence) * SINKS * stride + at.head * D;
             window = static_cast<const Model*>(side.window) + at.sequence * side.capacity * stride + at.head * D;
         }
@@ -132,7 +134,7 @@ struct Exact {
         if (begin >= tiles) return;
         auto token_of = [&](int i) { return i < sinks ? i : first + i - sinks; };
         const Vectors<true> keys(at);
-        const Vectors<false> values(at);
+        const Vectors<false> values(at, L::BYTES ? keys.capacity : 0, keys.begin);
 #pragma unroll 1
         for (int i = begin; i < tiles; i += step) {
             const Pair place = pair_at(i * TILE, count), of{token_of(place.low), token_of(place.high)};

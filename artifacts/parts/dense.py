@@ -70,8 +70,8 @@ class Dense:
             raise FormatError("dense.codebook=lloyd is made for vectors of norm 1: set dense.normalize=norm")
         if self.codebook == "uniform-fit" and self.bits not in (2, 3, 4):
             raise FormatError(
-                f"dense.codebook=uniform-fit has 2 to 4 bits, not {self.bits}: set dense.codebook=nuq with 1 bit, whose "
-                "two values are evenly spaced anyway, and uniform with 8"
+                f"dense.codebook=uniform-fit has 2 to 4 bits, not {self.bits}: set dense.codebook=nuq with 1 bit, "
+                "whose two values are evenly spaced anyway, and uniform with 8"
             )
 
     def check(self, shape: PageShape) -> None:

@@ -170,7 +170,7 @@ def test_warps_alone_with_several_new_tokens(formats, monkeypatch):
 def test_warps_alone_with_more_sequences_than_lanes(formats, monkeypatch):
     """And than a block of the merge takes at once, where values are rotated."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
-    check(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10)
+    assert times_half(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10) < ALLOWED
 
 
 def test_more_sequences_than_lanes():
