@@ -72,6 +72,8 @@ REFUSED = {
         r"normalize=norm needs axis=head, not axis=channel",
     ),
     "groups of heads": (lambda: Dense(2, "head", 32), r"axis=head takes whole heads, not group=32: set axis=token"),
+    "fit of 1 bit": (lambda: Dense(1, "token", codebook="uniform-fit"), r"uniform-fit has 2 to 4 bits, not 1: set"),
+    "fit of 8 bits": (lambda: Dense(8, "token", codebook="uniform-fit"), r"has 2 to 4 bits, not 8: .* uniform with 8"),
     "lloyd without norm": (lambda: Dense(2, "token", 64, codebook="lloyd"), r"lloyd is made for vectors of norm 1"),
     "rotated before RoPE": (
         lambda: Format(64, Dense(2, "token", 64), domain="pre_rope", rotate=Rotate("haar")),

@@ -150,6 +150,7 @@ BAD = {
     "eval.tokens=all": "eval.tokens=all: allowed are whole numbers and null",
     "dry_run=maybe": "dry_run=maybe: allowed are true and false",
     "outliers=few": r"outliers=few: allowed are numbers from 0 \(none\) to 0.25",
+    "codebook=kmeans": r"codebook=kmeans: allowed are nuq, uniform-fit, nuq-qnorm, nf, uniform",
     "outliers=0.5": r"outliers=0.5: allowed are numbers from 0 \(none\) to 0.25; outliers=0 keeps none",
     "outliers=-1": "outliers=-1.0: allowed are",
     "outliers=nan": "outliers=nan: allowed are",
@@ -369,6 +370,10 @@ def test_help_and_composed_configuration(tmp_path):
             "bits=3: method=qjl does not read it (widths are said by part, such as method.value",
         ),
         (["method=kivi", "outliers=0.05"], "outliers=0.05: method=kivi does not read it (recipes with outliers have"),
+        (
+            ["method=kivi", "codebook=nf"],
+            "codebook=nf: method=kivi does not read it (codebooks are said by part, such as",
+        ),
         (["method=kivi", "sinks=2"], "sinks=2: method=kivi does not read it (windows are said by side, such as"),
         (
             ["budget=2.5bits@32K", "bits=3"],
@@ -396,6 +401,7 @@ def test_none_of_what_a_recipe_has_none_of(settings):
     [
         ([], "tiny-kvquant-4bit"),
         (["bits=2", "outliers=0", "sinks=4"], "tiny-kvquant-2bit-outliers0.0-sinks4"),
+        (["bits=2", "codebook=uniform-fit"], "tiny-kvquant-2bit-codebookuniform-fit"),
         (["method=qjl"], "tiny-qjl"),
         (["method=kivi", "bits=2"], "tiny-kivi-2bit"),
         (["budget=2.5bits@32K"], "tiny-auto-2.5bits@32K"),
