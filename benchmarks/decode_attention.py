@@ -154,9 +154,9 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
         at = (torch.arange(count) + 0.5) / count
         found["signposts"] = (torch.special.ndtri(at) * 0.4).clamp(-1, 1).cuda()
     if fmt.dense and fmt.dense.codebook == "uniform-fit":  # about where those of "nuq" are
-        reach = {2: 58, 3: 78, 4: 90}[fmt.dense.bits]
+        reach = {2: 930, 3: 1250, 4: 1450}[fmt.dense.bits]
         step = 2 * reach // ((1 << fmt.dense.bits) - 1)
-        found["spacing"] = torch.tensor([-reach, step], dtype=torch.int8).cuda()
+        found["spacing"] = torch.tensor([-reach, step], dtype=torch.int16).cuda()
     if fmt.banded:
         of_heads = torch.tensor([widths(fmt.banded.bits, head) for head in range(h_kv)], dtype=torch.uint8)
         books = torch.ones(h_kv, D // BAND, 16)

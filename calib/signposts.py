@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 Float64s = NDArray[np.float64]
 
+COARSE = 16  # units of the grid that a first look for evenly spaced values goes on by
 _CHUNK = 1 << 14  # numbers converted to float64 at a time: two such buffers stay in the second-level cache
 
 
@@ -147,10 +148,10 @@ def fit_signposts(histogram: WeightedHistogram, k: int) -> Signposts:
 
 def fit_spacing(histogram: WeightedHistogram, k: int, grid: int) -> tuple[int, int]:
     """The evenly spaced codebook of `k` values with the least weighted squared error, (start, step): values are
-    `(start + step * i) / grid`, all within [-1, 1].
+    `(start + step * i) / grid`, all within [-1, 1]. Cluster boundaries are the bin edges nearest to their middles.
 
-    All of them are tried, so it is the best one of all whose cluster boundaries are the bin edges nearest to the
-    middles between values. Of equal ones the first, by step and then by start.
+    Every `COARSE`th step and start is tried, then all around the best of these: so it is the best one of all unless
+    another valley of the cost is as deep. Of equal ones the first, by step and then by start.
 
     Raises:
         ValueError: k < 2, no room for k values on the grid, or a histogram without weight.
@@ -161,14 +162,27 @@ def fit_spacing(histogram: WeightedHistogram, k: int, grid: int) -> tuple[int, i
         raise ValueError("the histogram holds no weight, so every codebook costs the same; collect other numbers")
     moments = (histogram.weight, histogram.first, histogram.second)
     below = [np.concatenate(([0.0], np.cumsum(moment))) for moment in moments]  # of all bins before each
+    most = 2 * grid // (k - 1)
+    steps, reach = range(1, most + 1, COARSE), range(-grid, grid + 1, COARSE)
+    start, step = _best_spacing(below, k, grid, steps, reach)
+    steps = range(max(1, step - COARSE), min(most, step + COARSE) + 1)
+    around = COARSE * k  # where the first of k values goes when they move apart from the last one
+    return _best_spacing(below, k, grid, steps, range(max(-grid, start - around), start + around + 1))
+
+
+def _best_spacing(below: list[Float64s], k: int, grid: int, steps: range, reach: range) -> tuple[int, int]:
+    """The best (start, step) of those. below: sums of weight, first and second moments of all bins before each."""
+    bins = below[0].size - 1
     best, least = (0, 0), math.inf
-    for step in range(1, 2 * grid // (k - 1) + 1):
-        starts = np.arange(-grid, grid - step * (k - 1) + 1)
+    for step in steps:
+        starts = np.array([start for start in reach if start + step * (k - 1) <= grid])
+        if not starts.size:
+            continue
         values = (starts[:, None] + step * np.arange(k)) / grid
         middles = 0.5 * (values[:, 1:] + values[:, :-1])
-        inner = np.clip(np.rint((middles + 1) * (0.5 * histogram.bins)).astype(np.int64), 0, histogram.bins)
+        inner = np.clip(np.rint((middles + 1) * (0.5 * bins)).astype(np.int64), 0, bins)
         cuts = np.pad(inner, ((0, 0), (1, 0)))
-        ends = np.pad(inner, ((0, 0), (0, 1)), constant_values=histogram.bins)
+        ends = np.pad(inner, ((0, 0), (0, 1)), constant_values=bins)
         weight, first, second = (moment[ends] - moment[cuts] for moment in below)
         costs = (second - 2 * values * first + values * values * weight).sum(1)
         if costs.min() < least:

@@ -336,9 +336,9 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
         low, high = x.min(0), x.max(0)
         tensors |= {"scale": (high - low) / 2, "zero": (high + low) / 2}
     if fmt.dense and fmt.dense.codebook == "uniform-fit":
-        step = int(rng.integers(1, 254 // ((1 << fmt.dense.bits) - 1), endpoint=True))
-        start = int(rng.integers(-127, 127 - step * ((1 << fmt.dense.bits) - 1), endpoint=True))
-        whole["spacing"] = np.array([start, step], np.int8)
+        step = int(rng.integers(1, 4094 // ((1 << fmt.dense.bits) - 1), endpoint=True))
+        start = int(rng.integers(-2047, 2047 - step * ((1 << fmt.dense.bits) - 1), endpoint=True))
+        whole["spacing"] = np.array([start, step], np.int16)
     if fmt.dense and fmt.dense.codebook in ("nuq", "nuq-qnorm"):
         tensors["signposts"] = np.sort(rng.uniform(-1, 1, 1 << fmt.dense.bits))
     if fmt.dense and fmt.dense.codebook == "nuq-qnorm":

@@ -14,7 +14,7 @@ from artifacts.errors import FormatError
 from artifacts.fields import Field, PageShape, TensorSpec
 from artifacts.order import TILE
 
-GRID = 127  # units of one, in which a bundle says where evenly spaced values lie
+GRID = 2047  # units of one, in which a bundle says where evenly spaced values lie: so many halves can hold apart
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Dense:
         if self.scales == "bundle":
             tensors |= {name: TensorSpec("float32", (shape.h_kv, shape.d)) for name in ("scale", "zero")}
         if self.codebook == "uniform-fit":
-            tensors["spacing"] = TensorSpec("int8", (2,))
+            tensors["spacing"] = TensorSpec("int16", (2,))
         if self.codebook in ("nuq", "nuq-qnorm"):
             tensors["signposts"] = TensorSpec("float32", (1 << self.bits,))
         if self.codebook == "nuq-qnorm":

@@ -119,7 +119,7 @@ class SignpostFit(Fit):
 
     def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """signposts: float32 [2**bits], ascending; with Q-Norm also edges: float32 [2**bits - 1]. Evenly spaced ones:
-        spacing, int8 [2], instead.
+        spacing, int16 [2], instead.
 
         Raises SignpostError where no number has any weight.
         """
@@ -130,7 +130,7 @@ class SignpostFit(Fit):
             )
         weighted, codes = histogram(collected["weighted"]), 1 << self.part.bits
         if self.part.codebook == "uniform-fit":
-            return {"spacing": torch.tensor(fit_spacing(weighted, codes, GRID), dtype=torch.int8)}
+            return {"spacing": torch.tensor(fit_spacing(weighted, codes, GRID), dtype=torch.int16)}
         values = fit_signposts(weighted, codes).values
         if self.part.codebook != "nuq-qnorm":
             return {"signposts": torch.from_numpy(values).float()}

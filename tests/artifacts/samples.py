@@ -103,7 +103,7 @@ def tensors_of(layers: tuple[LayerFormat | None, ...], model: ModelFingerprint, 
                 numbers = np.sort(rng.random(spec.shape, np.float32), axis=-1)
                 tensors[f"layers.{l}.{side}.{name}"] = (-numbers if name == "lower" else numbers).astype(spec.dtype)
             if fmt.dense and fmt.dense.codebook == "uniform-fit":
-                tensors[f"layers.{l}.{side}.spacing"] = np.array([-100, 1 + seed % 13], np.int8)
+                tensors[f"layers.{l}.{side}.spacing"] = np.array([-1600, 1 + seed % 213], np.int16)
             if fmt.banded:
                 widths = band_widths(fmt.banded, model.h_kv, model.d // BAND, rng)
                 tensors[f"layers.{l}.{side}.widths"] = widths

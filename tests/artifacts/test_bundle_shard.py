@@ -23,7 +23,7 @@ from tests.formats import CASES, kvquant, random_bundle
 HEADS = 4
 # By name, which tensors belong to heads; written out from docs/bundle-format.md.
 BY_HEAD = {"mean", "scale", "zero", "widths", "outlier_mask"}
-SHARED = {"sketch", "outlier_sketch", "edges"}
+SHARED = {"sketch", "outlier_sketch", "edges", "spacing"}
 
 
 BANDED = LayerFormat(Format(32, banded=Banded(2.5)), Format(32, banded=Banded(2.0), rotate=Rotate("learned")))

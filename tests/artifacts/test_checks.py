@@ -145,15 +145,15 @@ def evenly_spaced(spacing):
     """A bundle of one layer whose 3-bit values say where they are evenly spaced."""
     layer = LayerFormat(Format(64, Dense(2, "token")), Format(64, Dense(3, "token", codebook="uniform-fit")))
     bundle = sample_bundle(0, (layer,))
-    return replace(bundle, tensors={**bundle.tensors, "layers.0.value.spacing": np.array(spacing, np.int8)})
+    return replace(bundle, tensors={**bundle.tensors, "layers.0.value.spacing": np.array(spacing, np.int16)})
 
 
-@pytest.mark.parametrize("spacing", [(-127, 36), (0, 18), (-127, 1)])
+@pytest.mark.parametrize("spacing", [(-2047, 584), (0, 292), (-2047, 1)])
 def test_evenly_spaced_values_within_the_range(spacing):
     assert not list(findings(evenly_spaced(spacing)))
 
 
-@pytest.mark.parametrize("spacing", [(-128, 1), (0, 19), (-126, 37)])
+@pytest.mark.parametrize("spacing", [(-2048, 1), (0, 293), (-2046, 585)])
 def test_evenly_spaced_values_beyond_the_range(spacing):
     (finding,) = findings(evenly_spaced(spacing))
     assert finding.name == "layers.0.value.spacing"

@@ -113,7 +113,7 @@ def test_cost_and_values_are_those_of_the_numbers_between_the_bounds(bins: int, 
 
 
 @pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("k, grid", [(2, 5), (4, 9), (5, 20), (16, 13)])
+@pytest.mark.parametrize("k, grid", [(2, 5), (4, 9), (5, 20), (16, 13), (4, 90), (8, 120)])
 def test_no_evenly_spaced_values_cost_less(name: str, k: int, grid: int) -> None:
     """By all of them, on the numbers themselves; boundaries at bin edges cost the little that they do."""
     numbers, weights = DATA[name](np.random.default_rng(3), 3000)

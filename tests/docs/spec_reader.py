@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-DTYPES = {"F32": np.dtype("<f4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")}
+DTYPES = {"F32": np.dtype("<f4"), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2")}
 
 
 def read(folder):
@@ -97,7 +97,7 @@ def declared(manifest):
                 if dense.get("scales", "online") == "bundle":
                     names |= {"scale": ("F32", (h, d)), "zero": ("F32", (h, d))}
                 nuq, edges = {"signposts": ("F32", (codes,))}, {"edges": ("F32", (codes - 1,))}
-                fitted = {"nuq": nuq, "nuq-qnorm": nuq | edges, "uniform-fit": {"spacing": ("I8", (2,))}}
+                fitted = {"nuq": nuq, "nuq-qnorm": nuq | edges, "uniform-fit": {"spacing": ("I16", (2,))}}
                 names |= fitted.get(book, {})
             if "sparse" in fmt and fmt["sparse"]["thresholds"] == "bundle":
                 shape = (1, 1) if fmt["sparse"]["axis"] == "matrix" else (h, d)
@@ -118,7 +118,7 @@ def values(bits, signposts):
 
 def evenly_spaced(bits, spacing):
     """The same of one that has `spacing`."""
-    return (spacing[0] + spacing[1] * np.arange(1 << bits, dtype=np.float32)) / np.float32(127)
+    return (spacing[0] + spacing[1] * np.arange(1 << bits, dtype=np.float32)) / np.float32(2047)
 
 
 if __name__ == "__main__":

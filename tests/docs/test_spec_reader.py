@@ -78,7 +78,7 @@ def test_signposts_are_rounded_as_the_runtime_does(bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_evenly_spaced_values_are_the_runtimes(bits):
-    spacing, part = np.array([-100, 13], np.int8), Dense(bits, "token", 0, "uniform-fit")
+    spacing, part = np.array([-1600, 213], np.int16), Dense(bits, "token", 0, "uniform-fit")
     decoded = codebook(part, 64, {"spacing": torch.from_numpy(spacing)}, torch.device("cpu"))
     np.testing.assert_array_equal(spec_reader.evenly_spaced(bits, spacing), decoded.numpy(), strict=True)
 

@@ -129,9 +129,9 @@ def test_signposts_are_on_the_grid(bits, codebook):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_fitted_uniform_values(bits):
-    tables = {"spacing": torch.tensor([-41, 5], dtype=torch.int8)}
+    tables = {"spacing": torch.tensor([-661, 81], dtype=torch.int16)}
     found = dense.codebook(Dense(bits, "token", 0, "uniform-fit"), 64, tables, torch.device("cpu"))
-    expected = np.arange(-41, -41 + 5 * 2**bits, 5, dtype=np.float32) / np.float32(127)
+    expected = np.arange(-661, -661 + 81 * 2**bits, 81, dtype=np.float32) / np.float32(2047)
     np.testing.assert_array_equal(found.numpy(), expected, strict=True)
 
 
@@ -154,7 +154,7 @@ MASKS = arrays(bool, (SMALL.t, SMALL.h_kv, SMALL.d))
 def signposts(bits):
     """What fitted codebooks of so many bits may be."""
     values = np.sort(np.random.default_rng(bits).uniform(-1, 1, 1 << bits))
-    spacing = torch.tensor([-90, 180 // (1 << bits)], dtype=torch.int8)
+    spacing = torch.tensor([-1500, 3000 // (1 << bits)], dtype=torch.int16)
     return {"signposts": torch.from_numpy(values).float(), "spacing": spacing}
 
 

@@ -102,7 +102,9 @@ def test_other_codebooks_are_not(part):
 @pytest.mark.parametrize("name", ["uniform", "uniform-fit"])
 def test_evenly_spaced_codebooks(bits, name):
     part = Dense(bits, "token", codebook=name)
-    values = codebook(part, 128, {"spacing": torch.tensor([-90, 11], dtype=torch.int8)}, torch.device("cpu")).double()
+    values = codebook(
+        part, 128, {"spacing": torch.tensor([-1450, 181], dtype=torch.int16)}, torch.device("cpu")
+    ).double()
     assert evenly_spaced(Format(64, part))
     assert byte_grid(Format(64, part)) == (0.0, 0.0)
     unit = values[1] - values[0]  # as kernels find it: codes of up to 15 times that, each value off by 2^-24
