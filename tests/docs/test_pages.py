@@ -67,7 +67,7 @@ def composed(code: str) -> str:
     commands = [line for line in lines if line.startswith("python -m calib ")]
     assert commands == [line for line in lines if line.strip()], "only commands of calib can be composed"
     # Of several values, composing takes the first.
-    single = [re.sub(r"=([\w.]+)(,[\w.]+)+(?= |$)", r"=\1", line.replace(" -m ", " ", 1)) for line in
+    single = [re.sub(r"=([\w.-]+)(,[\w.-]+)+(?= |$)", r"=\1", line.replace(" -m ", " ", 1)) for line in
               (line.replace("python -m calib -m ", "python -m calib ") for line in commands)]  # fmt: skip
     single = [line.replace("python calib", "python -m calib") for line in single]
     return "\n".join(f"{line} --cfg job" for line in single)
