@@ -76,7 +76,7 @@ class KeptSignposts(dense.SignpostFit):
 
     def fit(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         streamed = super().fit(collected)
-        if not self.exact:
+        if not self.exact or "signposts" not in streamed:  # evenly spaced ones have no exact counterpart
             return streamed
         numbers, weights = self.all()
         values = optimal_signposts(numbers, weights, 1 << self.part.bits)

@@ -3,7 +3,8 @@
 //
 // The line of units (cuda/line.cuh) has all sequences of a head, then those of the next head. A block takes an equal stretch of it, its warps take equal parts of what
 // the block has of a head, one after the other. So tables of a head's scales are made once for many sequences, and a sequence's beginning and end cost one
-// warp's instructions: no barriers, and no results that warps add up. What a warp has of a (sequence, kv head) is a partial result of its own.
+// warp's instructions: no barriers, and no results that warps add up. What a warp has of a (sequence, kv head) is a partial result of its own,
+// or, if that is all of it and pages go by bytes without outliers, the output (Layout::DIRECT).
 #pragma once
 
 #include "bytes.cuh"

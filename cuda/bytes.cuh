@@ -173,7 +173,8 @@ struct BytePages {
             if constexpr (B::SCALED) {
                 const int token = TILE * at.c + 8 * u + at.r;
                 scale[u] = fmaxf(__half2float(reinterpret_cast<const __half*>(mine() + B::SCALE)[token]), 5.9604645e-8f);
-                zero[u] = fmaf(scale[u], value_codes.origin(), __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]));
+                zero[u] = __half2float(reinterpret_cast<const __half*>(mine() + B::ZERO)[token]);
+                if constexpr (!V::EVEN) zero[u] = fmaf(scale[u], value_codes.origin(), zero[u]);
                 size = log2_fast(scale[u]);
             }
 #pragma unroll
@@ -183,6 +184,7 @@ struct BytePages {
             }
         }
         if (__any_sync(~0u, over)) raise(whole);
+        const float units = V::EVEN && at.r % 2 ? PROBABILITY / ByteCodes<V, D>::ODD : PROBABILITY;  // of the lane's column
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -190,8 +192,10 @@ struct BytePages {
                 const float weight = exp2_fast(whole[row][u] - maximum[row]), p = B::SCALED ? exp2_fast(score[row][u] - maximum[row]) : weight;
                 sum[row] += p;
                 if constexpr (B::SCALED) zeros[row] = fmaf(p, zero[u], zeros[row]);
-                const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * (V::EVEN && at.r % 2 ? PROBABILITY / ByteCodes<V, D>::ODD : PROBABILITY)));
-                // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code.
+                const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * units));
+                // The origin of evenly spaced codes counts as often as the codes do: what rounding takes from a probability is then lost around the middle, not below it.
+                if constexpr (V::EVEN) zeros[row] = fmaf(static_cast<float>(bytes), value_codes.origin() * (at.r % 2 ? ByteCodes<V, D>::ODD / PROBABILITY : 1.f / PROBABILITY), zeros[row]);
+                // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code (cuda/bytes_codes.cuh).
                 unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + (V::EVEN ? at.c / 2 * 8 + at.r % 2 * 4 + at.c % 2 * 2 + u : at.c * 4 + u * 2 + at.r % 2);
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);

@@ -5,7 +5,7 @@
 
 namespace signpost {
 
-// Whether keys and values have nothing but codes of few bits, whose numbers are whole multiples of a unit, scales that can be
+// Whether keys and values have nothing but codes of few bits, whose numbers are whole multiples of a unit or evenly spaced, scales that can be
 // taken out of the products, and outliers, where a page is a unit: a list of a unit's outliers is one page's.
 template <typename Shape>
 struct Bytes {
@@ -89,10 +89,10 @@ struct ByteLayout {
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
     static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS], of each: [PAIRS / 2][2][2][2], or
     static constexpr int ODD_PAIRS = PAIRS * 8 + 64, EVEN_ZEROS = 2 * ODD_PAIRS, ODD_ZEROS = EVEN_ZEROS + PAIRS * 4 + 64;  // [2][PAIRS / 2][2][2], and what zero points add,
-    static constexpr int TURNED_BYTES = SCALED_PAIRS ? ODD_ZEROS + PAIRS * 4 : PAIRS * 16;                     // [2][STEPS / 4][4][2][2]: no lanes meet in a bank
+    static constexpr int TURNED_BYTES = SCALED_PAIRS ? ODD_ZEROS + PAIRS * 4 : PAIRS * 16;                     // [2][STEPS / 2][4][2][2]: no lanes meet in a bank
     static constexpr int FAST_OPERAND = TURNED + ROWS * TURNED_BYTES;                                          // f16 [32][8]
     static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
-    static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]
+    static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]; of evenly spaced values [8][4][TILES / 2][odd][tile][half]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
     static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e], probabilities in units of values' outliers
     static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]

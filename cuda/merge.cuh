@@ -1,5 +1,6 @@
 // Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and query row; where these are many, with few results each (warps were alone,
-// or blocks shared a multiprocessor), a block has several sequences of a head, and a warp one of them.
+// or blocks shared a multiprocessor), a block has several sequences of a head, and a warp one of them, or up to 32 of which few have anything to add up
+// (Layout::DIRECT).
 #pragma once
 
 #include "layout.cuh"

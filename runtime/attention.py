@@ -399,7 +399,8 @@ class Step:
         self.merge(out)
 
     def merge(self, out: Tensor) -> None:
-        """Adds up the partial results that `run` left into out [b, h_q, m, d]."""
+        """Adds up the partial results that `run` left, into the out [b, h_q, m, d] that `run` was given: it has those
+        sequences already which one warp had all of."""
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()

@@ -13,6 +13,7 @@ def bundles() -> dict[str, Bundle]:
     window, token = Window(2, 64), Dense(2, "token", 32)
     layers = {
         "kvquant": (kvquant(3), kvquant(4)),
+        "even": (LayerFormat(Format(64, Dense(2, "token", 32)), Format(64, Dense(3, "token", 0, "uniform-fit"))),),
         "kivi": (LayerFormat(Format(64, Dense(2, "channel", 32), window=window), Format(64, token, window=window)),)
         * 2,
         "gear": (
