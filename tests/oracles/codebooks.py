@@ -31,3 +31,9 @@ def normal_float(bits: int) -> list[float]:
     positive = [_quantile(offset + (0.5 - offset) * i / half) for i in range(half)]
     negative = [-_quantile(offset + (0.5 - offset) * i / (half - 1)) for i in range(half - 1)]
     return [value / positive[0] for value in sorted([*negative, 0.0, *positive])]
+
+
+def evenly_spaced(spacing: NDArray[np.int16], bits: int) -> NDArray[np.float32]:
+    """The values of 2**bits codes whose lowest one and distance the bundle has in units of 1 / 2047."""
+    start, step = (int(x) for x in spacing)
+    return np.array([np.float32(start + step * code) / np.float32(2047) for code in range(1 << bits)])

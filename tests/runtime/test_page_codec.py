@@ -12,7 +12,7 @@ from runtime.parts import sparse
 from runtime.parts.dense import codebook
 from tests.formats import DENSE_SIDES, SIDES, bare, cache_numbers, plain, random_tensors
 from tests.oracles import order
-from tests.oracles.codebooks import rounded
+from tests.oracles.codebooks import evenly_spaced, rounded
 from tests.oracles.dense import limits
 
 U, H, LEAST = 2.0**-24, 2.0**-11, 2.0**-25
@@ -61,6 +61,8 @@ def from_bytes(pool, page, tables):
 
     if "signposts" in tables:
         values = rounded(tables["signposts"], fmt.dense.bits)
+    elif "spacing" in tables:
+        values = evenly_spaced(tables["spacing"], fmt.dense.bits)
     else:
         values = codebook(fmt.dense, shape.d, {}, torch.device("cpu")).numpy()
     words = order.of_lanes(field("codes"), shape.d, fmt.dense.bits)
