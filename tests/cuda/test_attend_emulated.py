@@ -164,13 +164,18 @@ def test_warps_alone_with_several_new_tokens(formats, monkeypatch):
     check(case(formats, 2), [2, 66, 700, 130], 2)
 
 
-@pytest.mark.parametrize(
-    "formats", [with_outliers(0.02), BANDED, without_outliers(kvquant(2, 16))], ids=["outliers", "banded", "plain"]
-)
+@pytest.mark.parametrize("formats", [with_outliers(0.02), BANDED], ids=["outliers", "banded"])
 def test_warps_alone_with_more_sequences_than_lanes(formats, monkeypatch):
     """And than a block of the merge takes at once, where values are rotated."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
-    assert times_half(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10) < ALLOWED
+    check(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 10)
+
+
+def test_warps_alone_that_have_all_of_most_sequences(monkeypatch):
+    """More than lanes: these write the output, and the merge adds up what they share. As root mean squares: one of the
+    70 sequences misses the bound by itself, whichever way pages go (docs/kernels.md)."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    assert times_half(case(without_outliers(kvquant(2, 16)), 2), [1, 66, 5, 130, 64, 3, 200] * 10) < ALLOWED
 
 
 def test_more_sequences_than_lanes():
