@@ -93,9 +93,9 @@ struct BytePages {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             maximum[row] = minus_infinity(), sum[row] = 0.f, zeros[row] = 0.f;
-            for (int i = at.lane; i < D; i += 32) {
-                out()[row * D + i] = 0.f;
-                if constexpr (V::SPARSE) value_sums()[row * D + i] = 0;
+            for (int i = at.lane; i < D; i += 32) out()[row * D + i] = 0.f;
+            if constexpr (V::SPARSE) {
+                for (int i = at.lane; i < B::SUMS_ROW; i += 32) value_sums()[row * B::SUMS_ROW + i] = 0;
             }
             if constexpr (K::SPARSE) {
                 for (int i = at.lane; i < T; i += 32) key_sums()[row * T + i] = 0;
@@ -122,10 +122,12 @@ struct BytePages {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             if constexpr (K::SPARSE) {
-                int2& outliers = reinterpret_cast<int2*>(key_sums() + row * T)[8 * at.c + at.r];
-                score[row][0] = fmaf(static_cast<float>(outliers.x), 1.f / SCORE_UNITS, score[row][0]);
-                score[row][1] = fmaf(static_cast<float>(outliers.y), 1.f / SCORE_UNITS, score[row][1]);
-                outliers = make_int2(0, 0);
+#pragma unroll
+                for (int u = 0; u < 2; ++u) {
+                    int& outliers = key_sums()[row * T + TILE * at.c + 8 * u + at.r];
+                    score[row][u] = fmaf(static_cast<float>(outliers), 1.f / SCORE_UNITS, score[row][u]);
+                    outliers = 0;
+                }
             }
         }
         soften(score);
@@ -140,17 +142,20 @@ struct BytePages {
     };
 
     __device__ __forceinline__ void add_key_outliers(const PageList& list, const ByteFeed<C>& feed) {
-        const unsigned* angles = reinterpret_cast<const unsigned*>(tables() + B::ANGLES);
+        const float* frequencies = reinterpret_cast<const float*>(tables() + B::FREQUENCIES);
         Rounds<D>{list, at.lane}.template all<K>(mine() + B::KEY_LIST, feed.keys.record_of(feed.now.x), at.head, [&](unsigned tile, unsigned block, unsigned index, float correction) {
-            const float2 angle = __half22float2(as_half2(angles[tile * (128 * STEPS) + block * 128 + (index / 2 & ~3u | index & 3u)]));
-            const float2* q = query.pairs(0) + (block * 16 + (index / 2 & 14u | index & 1u));
+            const unsigned pair = block * 8 + (index / 4 & 6u | index & 1u);
             Part<int> part;
-            part.to = tile * TILE + (index / 16 & 14u | index / 2 & 1u);
+            part.to = tile * TILE + (index * 4 & 8u | index / 32);
+            // The second channel of a pair meets the query as the first one does, turned by a quarter more: in bits, but for the last two.
+            const float quarter = __uint_as_float((index & 4u) * (0x3fc90fdbu / 4));
+            const float angle = fmaf(static_cast<float>(part.to) - 0.5f * (T - 1), frequencies[pair], quarter);
+            const float cosine = cos_fast(angle), sine = sin_fast(angle);
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const float2 x = q[row * 2 * B::PAIRS];
-                const float score = (x.x * angle.x + x.y * angle.y) * (query.size[row] * SCORE_UNITS) * correction;
-                part.by[row] = __float2int_rn(fminf(fmaxf(score, -MOST_SCORE * SCORE_UNITS), MOST_SCORE * SCORE_UNITS));
+                const float2 x = query.plain(row)[pair];
+                const float score = (x.x * cosine + x.y * sine) * (query.size[row] * SCORE_UNITS) * correction;
+                part.by[row] = __float2int_rn(within(score, MOST_SCORE * SCORE_UNITS));
             }
             return part;
         }, [&](const Part<int>& part, auto... there) {
@@ -199,7 +204,7 @@ struct BytePages {
                 unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + (V::EVEN ? at.c / 2 * 8 + at.r % 2 * 4 + at.c % 2 * 2 + u : at.c * 4 + u * 2 + at.r % 2);
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
-                if constexpr (V::SPARSE) plain()[row * T + TILE * at.c + at.r / 2 * 4 + 2 * u + at.r % 2] = p * VALUE_UNITS;
+                if constexpr (V::SPARSE) plain()[row * B::PLAIN_ROW + B::PLAIN_TILE * at.c + at.r / 2 * 8 + 4 * u + at.r % 2] = p * VALUE_UNITS;
             }
         }
     }
@@ -273,25 +278,25 @@ struct BytePages {
 
     __device__ __forceinline__ void add_value_outliers(const PageList& list, const ByteFeed<C>& feed) {
         Rounds<D>{list, at.lane}.template all<V>(mine() + B::VALUE_LIST, feed.values.record_of(feed.now.y), at.head, [&](unsigned tile, unsigned block, unsigned index, float correction) {
-            const float* p = plain() + (tile * TILE + (index / 2 & 14u | index & 1u));
+            const float* p = plain() + (tile * B::PLAIN_TILE + (index & 0x1du));
             Part<float> part;
-            part.to = block * 16 + (index / 16 & 14u | index / 2 & 1u);
+            part.to = (index & 0xe2u | block * 4) / 2;
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) part.by[row] = p[row * T] * correction;
+            for (int row = 0; row < ROWS; ++row) part.by[row] = p[row * B::PLAIN_ROW] * correction;
             return part;
         }, [&](const Part<float>& part, auto... there) {
             bool all = true;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
                 const bool fits = fabsf(part.by[row]) <= MOST_VALUE * VALUE_UNITS;
-                add_shared(shared_address(value_sums() + row * D + part.to), __float2int_rn(fits ? part.by[row] : 0.f), there...);
+                add_shared(shared_address(value_sums() + row * B::SUMS_ROW + part.to), __float2int_rn(fits ? part.by[row] : 0.f), there...);
                 all &= fits;
             }
             return all;
         }, [&](const Part<float>& part) {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                if (fabsf(part.by[row]) > MOST_VALUE * VALUE_UNITS) atomicAdd(out() + row * D + part.to, part.by[row] * (1.f / VALUE_UNITS));
+                if (fabsf(part.by[row]) > MOST_VALUE * VALUE_UNITS) atomicAdd(out() + row * D + channel_of(part.to), part.by[row] * (1.f / VALUE_UNITS));
             }
         });
     }
@@ -321,12 +326,19 @@ struct BytePages {
 
     __device__ __forceinline__ void take_value_outliers() {
         __syncwarp();
-        for (int i = at.lane; i < ROWS * D; i += 32) {
-            out()[i] += static_cast<float>(value_sums()[i]) * (1.f / VALUE_UNITS);
-            value_sums()[i] = 0;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            for (int i = at.lane; i < B::SUMS_ROW; i += 32) {
+                if (i % 16 >= 2 * STEPS) continue;
+                int& sum = value_sums()[row * B::SUMS_ROW + i];
+                out()[row * D + channel_of(i)] += static_cast<float>(sum) * (1.f / VALUE_UNITS);
+                sum = 0;
+            }
         }
         __syncwarp();
     }
+    // Where in `out` the channel is of which `value_sums` has the sum at i.
+    static __device__ __forceinline__ int channel_of(int i) { return i % 16 / 2 * 16 + i / 16 * 2 + i % 2; }
 
     // The warp's result as the state of `softmax`: column n is row n. A lane's rows are looked up in shared memory, since what is looked up in
     // registers would leave them, with all that lies beside it.

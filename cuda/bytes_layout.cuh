@@ -21,22 +21,19 @@ struct Bytes {
 };
 
 // The copy of the list of a page of one head, of at most MOST outliers, in shared memory: its indices, from the piece of 16 bytes on in which they begin, and its corrections,
-// likewise.
+// likewise. Sixteen lanes copy indices, the others corrections, a piece each and, of these, a second one.
 struct PageListPlace {
-    static constexpr int MOST = 192;
-    static constexpr int CORRECTIONS = (15 + MOST + 15) / 16 * 16, PIECES = CORRECTIONS / 16 + (14 + 2 * MOST + 15) / 16, BYTES = 16 * PIECES;
-    static_assert(PIECES <= 64 && CORRECTIONS <= 512, "a lane copies two pieces, the second one of corrections");
-
-    // How many pieces of 16 bytes so many bytes take, which begin somewhere in the first one.
-    static __device__ __forceinline__ unsigned pieces(unsigned start, unsigned end) { return (end + 15) / 16 - start / 16; }
+    static constexpr int MOST = 192, LANES = 16, CORRECTIONS = 16 * LANES, BYTES = CORRECTIONS + (14 + 2 * MOST + 15) / 16 * 16;
+    static_assert(15 + MOST <= CORRECTIONS && BYTES <= 3 * CORRECTIONS, "a piece a lane, and two");
 
     // Starts the copy of outliers start ... end - 1 of a record. to_piece: shared address of the place, and 16 * lane.
     template <typename S>
     static __device__ __forceinline__ void copy(const unsigned char* record, unsigned start, unsigned end, unsigned to_piece, int lane) {
-        const int indices = pieces(start, end), all = indices + pieces(2 * start, 2 * end), behind = -16 * indices;  // of corrections
-        const unsigned correction = S::CORRECTION + (2 * start & ~15u) + 16 * lane + behind, index = S::INDEX + (start & ~15u) + 16 * lane;
-        if (lane < all) copy_async<16>(to_piece + (lane < indices ? 0 : CORRECTIONS + behind), record + (lane < indices ? index : correction));
-        if (PIECES > 32 && lane + 32 < all) copy_async<16>(to_piece + (512 + CORRECTIONS + behind), record + (correction + 512));  // indices take fewer than 32
+        const int corrections = lane / LANES;  // of two bytes
+        const unsigned from = (start << corrections & ~15u) + 16 * (lane % LANES), until = end << corrections;
+        const unsigned char* source = record + (from + (corrections ? S::CORRECTION : S::INDEX));
+        if (from < until) copy_async<16>(to_piece, source);
+        if (from + CORRECTIONS < until) copy_async<16>(to_piece + CORRECTIONS, source + CORRECTIONS);  // never indices
     }
 
     static __device__ __forceinline__ const unsigned char* indices(const unsigned char* copied, unsigned start) { return copied + start % 16; }
@@ -63,16 +60,13 @@ struct ByteLayout {
     static constexpr int TILE_TURNS = SHARES + FUNCTIONS * PAIRS * 4;    // f32 (cos, sin): from the middle to tiles' starts [odd][half][16] of the fastest pairs,
     static constexpr int TOKEN_TURNS = TILE_TURNS + TILES * 16 * 8;      // and by a tile's tokens [TILE][16]
     static constexpr int FREQUENCIES = TOKEN_TURNS + TILE * 16 * 8;      // f32 [PAIRS]
-    static constexpr int ANGLES = FREQUENCIES + PAIRS * 4;               // f16 (cos, sin) from the page's middle, [TILES][STEPS][r][c][upper][e]
-    static constexpr int COPIED = ANGLES + (K::SPARSE ? T * PAIRS * 4 : 0);
+    static constexpr int COPIED = FREQUENCIES + PAIRS * 4;
     static constexpr int PAGE_TURNS = COPIED;                            // f32 (cos, sin) [PAIRS], from a warp's page to its next one
     static constexpr int STARTS = PAGE_TURNS + PAIRS * 8;                // f32 (cos, sin) [PAIRS] of the middle of the first unit, if token 0 is at position 0
     // and what a head's scales make of it.
-    // Scales of channels are multiplied by the query's numbers when a unit's query is left, or, where outliers need these without, when operands are made.
-    static constexpr bool SCALED_PAIRS = !K::SPARSE;
-    static constexpr int COEFFICIENTS = STARTS + (C::ALONE ? PAIRS * 8 : 0);             // f32 [SLOW][2][32][4]: of the turned query, by function; scaled: [SLOW][32][2][2], of pairs
-    static constexpr int ZEROS = COEFFICIENTS + SLOW * (SCALED_PAIRS ? 512 : 1024);      // the same for zero points; scaled: [PAIRS][4], scales and zero points of both channels
-    static constexpr int ZERO_KEYS = ZEROS + (SCALED_PAIRS ? PAIRS * 16 : SLOW * 1024);  // f16 first operands [FAST]
+    static constexpr int COEFFICIENTS = STARTS + (C::ALONE ? PAIRS * 8 : 0);  // f32 [SLOW][32][2][2]: of pairs, by function
+    static constexpr int ZEROS = COEFFICIENTS + SLOW * 512;              // f32 [PAIRS][4]: scales and zero points of both channels
+    static constexpr int ZERO_KEYS = ZEROS + PAIRS * 16;                 // f16 first operands [FAST]
     static constexpr int TURNS = ZERO_KEYS + FAST * 512;                 // f16: what turns keys of a tile [FAST][own, other][32][8 halves]
     static constexpr int BLOCK_BYTES = TURNS + 2 * FAST * 512;
 
@@ -87,17 +81,20 @@ struct ByteLayout {
     static constexpr int ENDS = 16, DIRECTORY_BYTES = ENDS + 16;
     static constexpr int DIRECTORIES = VALUE_LIST + (V::SPARSE ? PageListPlace::BYTES : 0);  // [2][keys, values]
     // and what it becomes. Tokens of a tile and channels of a step are in the order (r, upper), or as an operand has them, (c, half, e).
-    static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS], of each: [PAIRS / 2][2][2][2], or
-    static constexpr int ODD_PAIRS = PAIRS * 8 + 64, EVEN_ZEROS = 2 * ODD_PAIRS, ODD_ZEROS = EVEN_ZEROS + PAIRS * 4 + 64;  // [2][PAIRS / 2][2][2], and what zero points add,
-    static constexpr int TURNED_BYTES = SCALED_PAIRS ? ODD_ZEROS + PAIRS * 4 : PAIRS * 16;                     // [2][STEPS / 2][4][2][2]: no lanes meet in a bank
+    static constexpr int TURNED = DIRECTORIES + (K::SPARSE || V::SPARSE ? 4 * DIRECTORY_BYTES : 0);            // f32 [ROWS], of each: [2][PAIRS / 2][2][2],
+    static constexpr int ODD_PAIRS = PAIRS * 8 + 64, EVEN_ZEROS = 2 * ODD_PAIRS, ODD_ZEROS = EVEN_ZEROS + PAIRS * 4 + 64;  // what zero points add [2][STEPS / 2][4][2][2]: no lanes meet in a bank;
+    static constexpr int PLAIN_PAIRS = ODD_ZEROS + PAIRS * 4, TURNED_BYTES = PLAIN_PAIRS + (K::SPARSE ? PAIRS * 8 : 0);    // without scales [PAIRS][2], for outliers
     static constexpr int FAST_OPERAND = TURNED + ROWS * TURNED_BYTES;                                          // f16 [32][8]
     static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
     static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]; of evenly spaced values [8][4][TILES / 2][odd][tile][half]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
-    static constexpr int PLAIN = OUT + ROWS * D * 4;                                                           // f32 [ROWS][TILES][c, half, e], probabilities in units of values' outliers
-    static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * T * 4 : 0);                                    // s32 [ROWS][TILES][r, upper]
-    static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);                               // s32 [ROWS][STEPS][r, upper]
-    static constexpr int WARP_BYTES = VALUE_SUMS + (V::SPARSE ? ROWS * D * 4 : 0);
+    // For outliers; places are an index's bits where they stand (cuda/sparse.cuh), as far as that goes:
+    static constexpr int PLAIN_TILE = 34, PLAIN_ROW = TILES * PLAIN_TILE;                                      // probabilities in their units, f32 [ROWS][TILES][34]: [c, half, 0, e], no tiles meet in a bank;
+    static constexpr int PLAIN = OUT + ROWS * D * 4;
+    static constexpr int KEY_SUMS = PLAIN + (V::SPARSE ? ROWS * PLAIN_ROW * 4 : 0);                            // s32 [ROWS][T];
+    static constexpr int SUMS_ROW = 128;                                                                       // s32 [ROWS][r][8 steps][upper]
+    static constexpr int VALUE_SUMS = KEY_SUMS + (K::SPARSE ? ROWS * T * 4 : 0);
+    static constexpr int WARP_BYTES = VALUE_SUMS + (V::SPARSE ? ROWS * SUMS_ROW * 4 : 0);
     static_assert(WARP_BYTES % 16 == 0 && KEY_LIST % 16 == 0 && DIRECTORY_BYTES % 16 == 0, "pieces have 16 bytes");
 };
 

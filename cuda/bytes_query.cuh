@@ -31,8 +31,7 @@ struct ByteQuery {
     static __device__ __forceinline__ void prepare(const Place<C>& at, unsigned char* block) {
         const unsigned to = shared_address(block);
         for (int i = threadIdx.x; i < B::COPIED / 16; i += L::THREADS) copy_async<16>(to + 16 * i, at.params.functions + 16 * i);
-        constexpr int ALL = B::ANGLES + B::T * PAIRS * 4;  // turns by 1, 2, ... pages follow
-        const unsigned char* turns = at.params.functions + ALL + (L::STRIDE - 1) * 8 * PAIRS;
+        const unsigned char* turns = at.params.functions + B::COPIED + (L::STRIDE - 1) * 8 * PAIRS;  // by 1, 2, ... pages
         if (threadIdx.x < PAIRS / 2) copy_async<16>(to + B::PAGE_TURNS + 16 * threadIdx.x, turns + 16 * threadIdx.x);
         copy_commit();
     }
@@ -57,20 +56,11 @@ struct ByteQuery {
         const auto scale = [&](int channel) { return at.floats(L::KEY_SCALE)[channel]; };
         const auto zero = [&](int channel) { return at.floats(L::KEY_ZERO)[channel] + scale(channel) * origin; };
         float* coefficients = reinterpret_cast<float*>(block + B::COEFFICIENTS);
-        if constexpr (B::SCALED_PAIRS) {
-            for (int i = threadIdx.x; i < B::SLOW * 128; i += L::THREADS) {
-                const int lane = i / 4 % 32, s = B::FAST + i / 128 * 2 + i / 2 % 2;
-                coefficients[i] = shares[lane / 4 * PAIRS + 8 * s + lane % 4 * 2 + i % 2] * MOST;
-            }
-            for (int i = threadIdx.x; i < PAIRS; i += L::THREADS) reinterpret_cast<float4*>(block + B::ZEROS)[i] = make_float4(scale(i), scale(i + PAIRS), zero(i), zero(i + PAIRS));
-        } else {
-            for (int i = threadIdx.x; i < B::SLOW * 256; i += L::THREADS) {
-                const int lane = i / 4 % 32, s = B::FAST + i / 128, pair = 8 * s + lane % 4 * 2 + i % 2, channel = pair + i % 4 / 2 * PAIRS;
-                const float share = shares[lane / 4 * PAIRS + pair];
-                coefficients[i] = share * scale(channel) * MOST;
-                reinterpret_cast<float*>(block + B::ZEROS)[i] = share * zero(channel);
-            }
+        for (int i = threadIdx.x; i < B::SLOW * 128; i += L::THREADS) {
+            const int lane = i / 4 % 32, s = B::FAST + i / 128 * 2 + i / 2 % 2;
+            coefficients[i] = shares[lane / 4 * PAIRS + 8 * s + lane % 4 * 2 + i % 2] * MOST;
         }
+        for (int i = threadIdx.x; i < PAIRS; i += L::THREADS) reinterpret_cast<float4*>(block + B::ZEROS)[i] = make_float4(scale(i), scale(i + PAIRS), zero(i), zero(i + PAIRS));
     }
 
     // Turns the query to the middle of unit `unit`.
@@ -109,8 +99,8 @@ struct ByteQuery {
         __syncwarp();
     }
 
-    // A row's pairs: [PAIRS / 2][2][2], (q_a, q_b) of two pairs and then (q_b, -q_a) of both.
-    __device__ __forceinline__ float2* pairs(int row) const { return reinterpret_cast<float2*>(of_row(row)); }
+    // A row's pairs (q_a, q_b).
+    __device__ __forceinline__ float2* plain(int row) const { return reinterpret_cast<float2*>(of_row(row) + B::PLAIN_PAIRS); }
     __device__ __forceinline__ unsigned char* of_row(int row) const { return mine + B::TURNED + row * B::TURNED_BYTES; }
 
     // Leaves the query of the unit at hand in shared memory, and turns it to the warp's next one. The warp meets after it.
@@ -122,8 +112,8 @@ struct ByteQuery {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             leave_fast(row, block);
-            if constexpr (B::SCALED_PAIRS) leave_scaled(row, block);
-            else leave_plain(row);
+            leave_scaled(row, block);
+            if constexpr (K::SPARSE) leave_plain(row);
 #pragma unroll
             for (int k = 0; k < MINE; ++k) {
                 float2& q = turned[row][k];
@@ -144,16 +134,9 @@ struct ByteQuery {
     }
     static __device__ __forceinline__ unsigned pack_bounded(float low, float high) { return as_bits(__halves2half2(to_half(low), to_half(high))); }
 
-    // As `pairs` says.
     __device__ __forceinline__ void leave_plain(int row) const {
-#pragma unroll
-        for (int k = 0; k < MINE; ++k) {
-            const float2 q = turned[row][k];
-            const int pair = MINE * at.lane + k;
-            float2* to = pairs(row) + pair / 2 * 4 + pair % 2;
-            to[0] = q;
-            to[2] = make_float2(q.y, -q.x);
-        }
+        if constexpr (MINE == 2) reinterpret_cast<float4*>(plain(row))[at.lane] = make_float4(turned[row][0].x, turned[row][0].y, turned[row][1].x, turned[row][1].y);
+        else plain(row)[at.lane] = turned[row][0];
     }
     // Times scales, even functions' and odd ones' apart; and what a pair's zero points give.
     __device__ __forceinline__ void leave_scaled(int row, const unsigned char* block) const {
@@ -188,35 +171,25 @@ struct ByteQuery {
 #pragma unroll
         for (int i = 0; i < B::SLOW; ++i) {
             unsigned whole[2][4];  // by step: columns 2c and 2c + 1, 2c + 8 and 2c + 9
-            if constexpr (B::SCALED_PAIRS) {
-                const float4 share = reinterpret_cast<const float4*>(block + B::COEFFICIENTS)[i * 32 + at.lane];
-                const float4 zeros = reinterpret_cast<const float4*>(of_row(row) + (odd ? B::ODD_ZEROS : B::EVEN_ZEROS))[4 * (B::FAST / 2 + i) + at.c];
-                sum += share.x * zeros.x + share.y * zeros.y + (share.z * zeros.z + share.w * zeros.w);
-                const float4* q = reinterpret_cast<const float4*>(of_row(row) + (odd ? B::ODD_PAIRS : 0)) + 4 * (B::FAST + 2 * i) + at.c;
-                wholes(q[0], make_float4(share.x, share.y, share.x, share.y), whole[0]);
-                wholes(q[4], make_float4(share.z, share.w, share.z, share.w), whole[1]);
-            } else {
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const float4 q = reinterpret_cast<const float4*>(pairs(row))[(4 * (B::FAST + 2 * i + s) + at.c) * 2 + at.r % 2];
-                    const float4 zeros = reinterpret_cast<const float4*>(block + B::ZEROS)[(2 * i + s) * 32 + at.lane];
-                    sum += q.x * zeros.x + q.z * zeros.y + (q.y * zeros.z + q.w * zeros.w);
-                    wholes(q, reinterpret_cast<const float4*>(block + B::COEFFICIENTS)[(2 * i + s) * 32 + at.lane], whole[s]);
-                }
-            }
+            const float4 share = reinterpret_cast<const float4*>(block + B::COEFFICIENTS)[i * 32 + at.lane];
+            const float4 zeros = reinterpret_cast<const float4*>(of_row(row) + (odd ? B::ODD_ZEROS : B::EVEN_ZEROS))[4 * (B::FAST / 2 + i) + at.c];
+            sum += share.x * zeros.x + share.y * zeros.y + (share.z * zeros.z + share.w * zeros.w);
+            const float4* q = reinterpret_cast<const float4*>(of_row(row) + (odd ? B::ODD_PAIRS : 0)) + 4 * (B::FAST + 2 * i) + at.c;
+            wholes(q[0], share.x, share.y, whole[0]);
+            wholes(q[4], share.z, share.w, whole[1]);
             split(whole, low[i], high[i]);
         }
-        if constexpr (B::SCALED_PAIRS) sum *= 1.f / MOST;
+        sum *= 1.f / MOST;
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         zero[0] = __shfl_sync(~0u, sum, 8 * at.c), zero[1] = __shfl_sync(~0u, sum, 8 * at.c + 4);
     }
 
     // Numbers of two pairs times coefficients, whole in the low bits.
-    static __device__ __forceinline__ void wholes(const float4& q, const float4& by, unsigned (&whole)[4]) {
+    static __device__ __forceinline__ void wholes(const float4& q, float first, float second, unsigned (&whole)[4]) {
         constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: what is added to it becomes whole
-        whole[0] = __float_as_uint(fmaf(q.x, by.x, ROUND)), whole[1] = __float_as_uint(fmaf(q.z, by.y, ROUND));
-        whole[2] = __float_as_uint(fmaf(q.y, by.z, ROUND)), whole[3] = __float_as_uint(fmaf(q.w, by.w, ROUND));
+        whole[0] = __float_as_uint(fmaf(q.x, first, ROUND)), whole[1] = __float_as_uint(fmaf(q.z, second, ROUND));
+        whole[2] = __float_as_uint(fmaf(q.y, first, ROUND)), whole[3] = __float_as_uint(fmaf(q.w, second, ROUND));
     }
     // Low and high bytes of two steps, in the order of codes (cuda/bytes_codes.cuh).
     static __device__ __forceinline__ void split(const unsigned (&whole)[2][4], unsigned (&low)[2], unsigned (&high)[2]) {

@@ -185,6 +185,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// To 2^-14 for angles up to 100 pi.
+__device__ __forceinline__ float cos_fast(float x) {
+    float y;
+    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sin_fast(float x) {
+    float y;
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x, or `most` with its sign, if x is larger.
+__device__ __forceinline__ float within(float x, float most) {
+#if __CUDA_ARCH__ >= 860
+    float y;
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
+    return y;
+#else
+    return fminf(fmaxf(x, -most), most);
+#endif
+}
+
 __device__ __forceinline__ float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -269,7 +292,7 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 template <>
 __device__ __forceinline__ float to_float(float x) { return x; }
 
-__device__ __forceinline__ __half to_half(float x) { return __float2half_rn(fminf(fmaxf(x, -65504.f), 65504.f)); }
+__device__ __forceinline__ __half to_half(float x) { return __float2half_rn(within(x, 65504.f)); }
 
 // A number of the model as a half: one that is too large becomes the largest.
 template <typename Model>

@@ -57,11 +57,10 @@ def functions(inv_freq: Tensor) -> Tensor:
 
     W, as lanes of a tile need it, and g (float32); (cos, sin) in float32 of what turns the fastest pairs from a page's
     middle to the start of each tile, and of what turns them by 0 ... 15 tokens; inv_freq itself, [pairs], pairs a
-    multiple of 32; (cos, sin) in float16 of t f, in the order of outliers in pages; and in float32 of what turns pairs
-    by 1 ... `WARPS` pages.
+    multiple of 32; and (cos, sin) of what turns pairs by 1 ... `WARPS` pages.
     """
     f = inv_freq.double().cpu()
-    pairs, fast = f.numel(), f[:FAST_PAIRS]
+    fast = f[:FAST_PAIRS]
     w, g = decompose(inv_freq)
     tokens = (TOKENS // 16, 2, 8)  # tile, upper, r
     tiles = torch.arange(0, TOKENS, 16, dtype=torch.float64) - (TOKENS - 1) / 2
@@ -71,7 +70,6 @@ def functions(inv_freq: Tensor) -> Tensor:
         _turns(torch.outer(tiles, fast)).view(2, 2, FAST_PAIRS, 2).transpose(0, 1).float(),
         _turns(torch.outer(torch.arange(16).double(), fast)).float(),
         inv_freq.float().cpu(),
-        _turns(torch.outer(_times(), f)).view(*tokens, pairs // 8, 4, 2, 2).permute(0, 3, 2, 4, 1, 5, 6).half(),
         _turns(torch.outer(TOKENS * torch.arange(1, WARPS + 1).double(), f)).float(),
     ]
     return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])

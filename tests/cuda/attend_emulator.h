@@ -206,6 +206,9 @@ uint2 load_table2(unsigned at) {
 }
 inline int rolled(int x) { return x; }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float within(float x, float most) { return std::fmin(std::fmax(x, -most), most); }
+inline float cos_fast(float x) { return std::cos(x); }
+inline float sin_fast(float x) { return std::sin(x); }
 inline double reciprocal(double x) { return std::nextafter(1.0 / x, static_cast<long>(x) % 3 ? 1e300 : 0.0); }  // as the GPU's, off in the last place
 inline float reciprocal_fast(float x) { return std::nextafter(1.f / x, static_cast<int>(x) % 2 ? 0.f : 1e30f); }  // as the GPU's, likewise
 inline void prefetch(const void* from) {
