@@ -8,6 +8,7 @@
 #pragma once
 
 #include "bytes.cuh"
+#include "exact_alone.cuh"
 #include "tiles.cuh"
 
 namespace signpost {
@@ -197,9 +198,11 @@ struct Alone {
         put_query(numbers);
         feed.start();
         ParkedTask there(at, parked() + ParkedWalk::BYTES);
-        byte_pages.run(feed, softmax);
+        byte_pages.run(feed);
         there.take(at);
         open_result();
+        if (at.ends) ExactAlone<C>(exact, softmax).stage(typename Exact<C>::Rest(at, exact_from()), 0);
+        if (feed.count > 0) byte_pages.leave(softmax);
     }
     __device__ __forceinline__ void go_by_tiles() {
         typename TilePages<C>::template Flow<true, true> flow(at, at.from, at.to);
@@ -249,9 +252,13 @@ struct Alone {
 
     // All tokens whose values are exact.
     __device__ __forceinline__ void exact_rest() {
-        tiles.exact_values();
-        if constexpr (L::EXACT_LATE) put_exact_operand();
-        exact.tokens(exact_from(), 0, 1);
+        if constexpr (L::BYTES) {
+            ExactAlone<C>(exact, softmax).tokens(typename Exact<C>::Rest(at, exact_from()));
+        } else {
+            tiles.exact_values();
+            if constexpr (L::EXACT_LATE) put_exact_operand();
+            exact.tokens(exact_from(), 0, 1);
+        }
     }
     __device__ __forceinline__ void put_exact_operand() const {
         __half* const operand = at.halves(at.exact_operand());

@@ -60,8 +60,13 @@ struct BytePages {
         return {at, mine(), first, (to - first + L::WARPS - 1) / L::WARPS};
     }
 
-    // Goes through the units of a feed that has been started. Leaves what they give to `softmax`, which is reset.
+    // Goes through the units of a feed that has been started, and leaves what they give to `softmax`, which is reset.
     __device__ __forceinline__ void run(ByteFeed<C>& feed, Softmax<C>& softmax) {
+        run(feed);
+        if (feed.count > 0) leave(softmax);
+    }
+    // Without the last step.
+    __device__ __forceinline__ void run(ByteFeed<C>& feed) {
         if (feed.count <= 0) return;
         query.start(feed.first, tables());
         keys.open();
@@ -85,7 +90,6 @@ struct BytePages {
             if ((i + 1) % UNITS_OF_SUMS == 0 || last) take_sums();
         }
         copy_wait<0>();
-        leave(softmax);
     }
 
     __device__ __forceinline__ void reset() {

@@ -14,7 +14,6 @@ struct Exact {
     using V = typename C::Value;
     using Model = typename C::Model;
     static constexpr int D = L::D, NT = L::NT, STEPS = L::STEPS;
-    static constexpr bool EARLY = L::BYTES && L::ALONE;  // values are read before scores are known: a warp alone waits for both at once. By tiles it was slower (measured)
 
     const Place<C>& at;
     const Query<C>& query;
@@ -55,19 +54,22 @@ struct Exact {
             prefetch((i / LINES % 2 ? values(token) : keys(token)) + line);
         }
     }
-    // Numbers of the model as halves: two, or eight at a multiple of 16 bytes, read at once.
-    template <int N>
-    struct alignas(N * sizeof(Model) < 16 ? N * sizeof(Model) : 16) Numbers {
-        Model x[N];
-        __device__ __forceinline__ unsigned pair(int i) const {
-            if constexpr (IS_HALF<Model>) return as_bits(__halves2half2(x[2 * i], x[2 * i + 1]));
-            else return as_bits(__halves2half2(half_of(x[2 * i]), half_of(x[2 * i + 1])));
-        }
-    };
-    static __device__ __forceinline__ unsigned pair_of(const Model* from) { return Numbers<2>(*reinterpret_cast<const Numbers<2>*>(from)).pair(0); }
+    // Numbers of the model as words: two, or eight at a multiple of 16 bytes, read at once; floats become halves. What has two bytes stays as it is until `halves`.
+    static constexpr bool CONVERTED = sizeof(Model) > 2;
+    static __device__ __forceinline__ unsigned two_of(const Model* from) {
+        if constexpr (CONVERTED) return pair_of(from);
+        else return *reinterpret_cast<const unsigned*>(from);
+    }
     static __device__ __forceinline__ uint4 eight_of(const Model* from) {
-        const Numbers<8> all = *reinterpret_cast<const Numbers<8>*>(from);
-        return make_uint4(all.pair(0), all.pair(1), all.pair(2), all.pair(3));
+        if constexpr (CONVERTED) return make_uint4(pair_of(from), pair_of(from + 2), pair_of(from + 4), pair_of(from + 6));
+        else return *reinterpret_cast<const uint4*>(from);
+    }
+    static __device__ __forceinline__ unsigned pair_of(const Model* from) { return as_bits(__halves2half2(half_of(from[0]), half_of(from[1]))); }
+    static __device__ __forceinline__ unsigned halves(unsigned words) {
+        if constexpr (IS_HALF<Model> || CONVERTED) return words;
+        Model x[2];
+        memcpy(x, &words, 4);
+        return pair_of(x);
     }
 
     // A lane's tokens of 16, rows r and r + 8 of an operand.
@@ -86,76 +88,76 @@ struct Exact {
 #pragma unroll
         for (int t = 0; t < STEPS / 2; ++t) {
             const uint4 x = eight_of(low + 32 * t), y = eight_of(high + 32 * t);
-            const unsigned first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+            const unsigned first[4] = {halves(x.x), halves(y.x), halves(x.y), halves(y.y)}, second[4] = {halves(x.z), halves(y.z), halves(x.w), halves(y.w)};
             query.multiply(first, at.words(at.exact_operand()), 2 * t, score);
             query.multiply(second, at.words(at.exact_operand()), 2 * t + 1, score);
         }
     }
 
-    // Their values. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row.
-    struct Read {
-        unsigned x[L::SHARE][4];
-    };
-    __device__ __forceinline__ void read_values(const Vectors<false>& values, const Pair& of, Read& read) const {
+    // Adds their values times probabilities b: transposed they are operands. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row.
+    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+        unsigned read[L::SHARE][4];
         if constexpr (L::WIDE_VALUES) {
             const Model *low = values(of.low) + 8 * at.c, *high = values(of.high) + 8 * at.c;
 #pragma unroll
             for (int u = 0; u < L::SHARE; u += 2) {
                 const uint4 x = eight_of(low + 16 * u), y = eight_of(high + 16 * u);
-                read.x[u][0] = x.x, read.x[u][1] = x.y, read.x[u][2] = y.x, read.x[u][3] = y.y;
-                read.x[u + 1][0] = x.z, read.x[u + 1][1] = x.w, read.x[u + 1][2] = y.z, read.x[u + 1][3] = y.w;
+                read[u][0] = x.x, read[u][1] = x.y, read[u][2] = y.x, read[u][3] = y.y;
+                read[u + 1][0] = x.z, read[u + 1][1] = x.w, read[u + 1][2] = y.z, read[u + 1][3] = y.w;
             }
-            return;
+        } else {
+            const Model *low = values(of.low) + 2 * at.c, *high = values(of.high) + 2 * at.c;
+#pragma unroll
+            for (int u = 0; u < L::SHARE; ++u) {
+                const int from = 16 * at.step(u);
+                read[u][0] = two_of(low + from), read[u][1] = two_of(low + from + 8), read[u][2] = two_of(high + from), read[u][3] = two_of(high + from + 8);
+            }
         }
-        const Model *low = values(of.low) + 2 * at.c, *high = values(of.high) + 2 * at.c;
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
-            const int from = 16 * at.step(u);
-            read.x[u][0] = pair_of(low + from), read.x[u][1] = pair_of(low + from + 8), read.x[u][2] = pair_of(high + from), read.x[u][3] = pair_of(high + from + 8);
-        }
-    }
-    // Adds them times probabilities b: transposed they are operands.
-    __device__ __forceinline__ void add_values(const Read& read, const unsigned (&b)[NT][2]) {
-#pragma unroll
-        for (int u = 0; u < L::SHARE; ++u) {
-            const unsigned a[4] = {transpose8(read.x[u][0]), transpose8(read.x[u][1]), transpose8(read.x[u][2]), transpose8(read.x[u][3])};
+            const unsigned a[4] = {transpose8(halves(read[u][0])), transpose8(halves(read[u][1])), transpose8(halves(read[u][2])), transpose8(halves(read[u][3]))};
             softmax.add(u, a, b);
         }
     }
-    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
-        Read read;
-        read_values(values, of, read);
-        add_values(read, b);
+
+    // Sinks, and all tokens from `first` on.
+    struct Rest {
+        int first, sinks, count, tiles;
+        Vectors<true> keys;
+        Vectors<false> values;
+
+        __device__ __forceinline__ Rest(const Place<C>& at, int from)
+            : first(from), sinks(min(K::SINKS, at.length)), count(sinks + max(0, at.length - from)), tiles((count + TILE - 1) / TILE), keys(at), values(at, L::BYTES ? keys.capacity : 0, keys.begin) {}
+        __device__ __forceinline__ int token(int i) const { return i < sinks ? i : first + i - sinks; }
+    };
+    __device__ __forceinline__ Pair tokens_of(const Rest& rest, int tile) const {
+        const Pair place = pair_at(tile * TILE, rest.count);
+        return {rest.token(place.low), rest.token(place.high)};
     }
 
-    // Sinks, and all tokens from `first` on: 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
+    // Takes them, 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
     __device__ __forceinline__ void tokens(int first, int begin, int step) {
-        const int sinks = min(K::SINKS, at.length), count = sinks + max(0, at.length - first), tiles = (count + TILE - 1) / TILE;
-        if (begin >= tiles) return;
-        auto token_of = [&](int i) { return i < sinks ? i : first + i - sinks; };
-        const Vectors<true> keys(at);
-        const Vectors<false> values(at, L::BYTES ? keys.capacity : 0, keys.begin);
+        const int sinks = min(K::SINKS, at.length);
+        if (begin >= (sinks + max(0, at.length - first) + TILE - 1) / TILE) return;
+        const Rest rest(at, first);
 #pragma unroll 1
-        for (int i = begin; i < tiles; i += step) {
-            const Pair place = pair_at(i * TILE, count), of{token_of(place.low), token_of(place.high)};
+        for (int i = begin; i < rest.tiles; i += step) {
+            const Pair of = tokens_of(rest, i);
             float score[1][NT][4];
-            Read read;
-            if constexpr (EARLY) read_values(values, of, read);
-            scores(keys, of, score[0]);
+            scores(rest.keys, of, score[0]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int newest = at.newest(8 * n + 2 * at.c + e % 2), token = e / 2 ? of.high : of.low;
-                    const bool there = i * TILE + at.r + e / 2 * 8 < count;
+                    const bool there = i * TILE + at.r + e / 2 * 8 < rest.count;
                     if (!there || token > newest || (L::SLIDING && token <= newest - at.params.window) || !at.in_phase(e % 2, 0)) score[0][n][e] = minus_infinity();
                 }
             }
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score[0], b);
-            if constexpr (EARLY) add_values(read, b);
-            else add_values(values, of, b);
+            add_values(rest.values, of, b);
         }
     }
 };

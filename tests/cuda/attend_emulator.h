@@ -96,6 +96,10 @@ namespace signpost {
 
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_memory()); }
+inline unsigned char* at_shared(unsigned address) { return shared_memory() + address; }
+}  // namespace signpost
+#include "matrices.h"
+namespace signpost {
 template <bool CONSTANT>
 unsigned char* shared_start(unsigned char* shared) { return shared; }
 inline void add_shared(unsigned to, int x, bool there = true) {

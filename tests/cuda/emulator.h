@@ -35,6 +35,9 @@ inline unsigned char* at_shared(int address) {
     }
     return shared_memory() + (address & 0xFFFFFF) - SHARED_START;
 }
+}  // namespace signpost
+#include "matrices.h"
+namespace signpost {
 inline float load_shared(int address) { return *reinterpret_cast<const float*>(at_shared(address)); }
 inline void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
     if (!(x >= lower && x <= upper)) word |= bit;
@@ -115,24 +118,6 @@ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
     multiply_tile(sum, {a0, a1, 0, 0}, b, 0, Half());
 }
 
-template <bool TRANSPOSED>
-unsigned matrix_row() {
-    const unsigned lane = emulator::current->thread % 32;
-    return 16 * (TRANSPOSED ? (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1 : lane);
-}
-// Lane 8 i + j has the address of row j of matrix i.
-template <bool TRANSPOSED>
-uint4 load_matrices(unsigned address) {
-    unsigned rows[32], words[4];
-    const uint64_t* all = emulator::exchange(address);
-    for (int i = 0; i < 32; ++i) rows[i] = static_cast<unsigned>(all[i]);
-    const int lane = emulator::current->thread % 32;
-    for (int i = 0; i < 4; ++i) {
-        words[i] = reinterpret_cast<const unsigned*>(at_shared(rows[i * 8 + lane / 4]))[lane % 4];
-        if constexpr (TRANSPOSED) words[i] = transpose8(words[i]);
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
 inline uint4 load_shared16(unsigned address) { return *reinterpret_cast<const uint4*>(at_shared(address)); }
 
 // Rounded to 11 bits, ties away from zero.
