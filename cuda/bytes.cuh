@@ -25,6 +25,8 @@ struct BytePages {
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
     static constexpr float VALUE_UNITS = 262144.f, MOST_VALUE = 15.9f; // likewise of values; more is added in float
     static constexpr int UNITS_OF_VALUES = 8, UNITS_OF_SUMS = 512;     // after which whole sums might overflow
+    static constexpr float SLACK = L::ALONE ? 1.f : 0.f;               // by which a maximum is set too high: short sequences then have a new one half as often
+    static constexpr bool LATE_SUMS = L::ALONE && ROWS == 1;           // the last sums go where softmax wants them as they are
 
     const Place<C>& at;
     ByteQuery<C> query;
@@ -87,7 +89,7 @@ struct BytePages {
             add_values();
             feed.values_done(last);
             if (V::SPARSE && ((i + 1) % UNITS_OF_VALUES == 0 || last)) take_value_outliers();
-            if ((i + 1) % UNITS_OF_SUMS == 0 || last) take_sums();
+            if ((i + 1) % UNITS_OF_SUMS == 0 || (last && !LATE_SUMS)) take_sums();
         }
         copy_wait<0>();
     }
@@ -224,6 +226,7 @@ struct BytePages {
             float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, mask));
+            highest += SLACK;
             const float factor = maximum[row] == minus_infinity() ? 0.f : exp2_fast(maximum[row] - highest);
             maximum[row] = highest;
             sum[row] *= factor;
@@ -308,24 +311,31 @@ struct BytePages {
     // Scales and zero points of the values' channels, where those are not the tokens'.
     __device__ __forceinline__ const float2* channels() const { return reinterpret_cast<const float2*>(at.shared + L::VALUE_SCALE); }
 
-    // Whole sums to the output; they begin again. Three columns are the bytes of a row: those of lanes c and c + 1.
+    // Whole sums to the output; they begin again.
     __device__ __forceinline__ void take_sums() {
-        const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
-            float x = static_cast<float>(sums[s][0]) * first + static_cast<float>(sums[s][1]) * second;
-            float y = static_cast<float>(sums[s][2]) * first + static_cast<float>(sums[s][3]) * second;
-            x += __shfl_xor_sync(~0u, x, 1);
-            y += __shfl_xor_sync(~0u, y, 1);
+            const float2 by = units(s), x = sums_of(s);
             if (at.c % 2 == 0 && at.c / 2 < ROWS) {
                 float2& to = reinterpret_cast<float2*>(out() + at.c / 2 * D)[8 * s + at.r];
-                float first_unit = value_codes.unit(PROBABILITY), second_unit = first_unit / value_codes.UPPER;
-                if constexpr (!B::SCALED) first_unit *= channels()[16 * s + at.r].x, second_unit *= channels()[16 * s + 8 + at.r].x;
-                to = make_float2(fmaf(x, first_unit, to.x), fmaf(y, second_unit, to.y));
+                to = make_float2(fmaf(x.x, by.x, to.x), fmaf(x.y, by.y, to.y));
             }
         }
         clear_sums();
         __syncwarp();
+    }
+    // Of channels 16 s + r and 16 s + r + 8: a row's three columns are its bytes, those of lanes c and c + 1.
+    __device__ __forceinline__ float2 sums_of(int s) const {
+        const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
+        const float x = static_cast<float>(sums[s][0]) * first + static_cast<float>(sums[s][1]) * second;
+        const float y = static_cast<float>(sums[s][2]) * first + static_cast<float>(sums[s][3]) * second;
+        return make_float2(x + __shfl_xor_sync(~0u, x, 1), y + __shfl_xor_sync(~0u, y, 1));
+    }
+    // What these sums are in.
+    __device__ __forceinline__ float2 units(int s) const {
+        const float first = value_codes.unit(PROBABILITY), second = first / value_codes.UPPER;
+        if constexpr (B::SCALED) return make_float2(first, second);
+        else return make_float2(first * channels()[16 * s + at.r].x, second * channels()[16 * s + 8 + at.r].x);
     }
 
     __device__ __forceinline__ void take_value_outliers() {
@@ -344,10 +354,8 @@ struct BytePages {
     // Where in `out` the channel is of which `value_sums` has the sum at i.
     static __device__ __forceinline__ int channel_of(int i) { return i % 16 / 2 * 16 + i / 16 * 2 + i % 2; }
 
-    // The warp's result as the state of `softmax`: column n is row n. A lane's rows are looked up in shared memory, since what is looked up in
-    // registers would leave them, with all that lies beside it.
+    // The warp's result as the state of `softmax`: column n is row n.
     __device__ __forceinline__ void leave(Softmax<C>& softmax) {
-        float4* const of_rows = reinterpret_cast<float4*>(mine() + B::PROBABILITIES);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -355,6 +363,27 @@ struct BytePages {
                 sum[row] += __shfl_xor_sync(~0u, sum[row], mask);
                 zeros[row] += __shfl_xor_sync(~0u, zeros[row], mask);
             }
+        }
+        if constexpr (LATE_SUMS) leave_row(softmax);
+        else leave_rows(softmax);
+    }
+    // Of the only row: lanes of other columns have what nobody reads.
+    __device__ __forceinline__ void leave_row(Softmax<C>& softmax) const {
+        softmax.maximum[0][0] = maximum[0];
+        softmax.sum[0][0] = at.r == 0 ? sum[0] : 0.f;
+        softmax.zeros[0][0] = at.r == 0 ? zeros[0] : 0.f;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const float2 by = units(s), x = sums_of(s), before = reinterpret_cast<const float2*>(out())[8 * s + at.r];
+            softmax.out[s][0][0] = restored(fmaf(x.x, by.x, before.x), 16 * s + at.r, sum[0]);
+            softmax.out[s][0][2] = restored(fmaf(x.y, by.y, before.y), 16 * s + 8 + at.r, sum[0]);
+        }
+    }
+    // A lane's rows are looked up in shared memory, since what is looked up in registers would leave them, with all that lies beside it.
+    __device__ __forceinline__ void leave_rows(Softmax<C>& softmax) const {
+        float4* const of_rows = reinterpret_cast<float4*>(mine() + B::PROBABILITIES);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
             if (at.lane == 0) of_rows[row] = make_float4(maximum[row], sum[row], zeros[row], 0.f);
         }
         __syncwarp();
@@ -371,13 +400,16 @@ struct BytePages {
 #pragma unroll
                 for (int u = 0; u < 2; ++u) {
                     const int channel = L::channel_of(s, u, at.r);
-                    float x = out()[row * D + channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2];
-                    if constexpr (!B::SCALED) x = fmaf(channels()[channel].y, state.y, x);
-                    softmax.out[s][0][2 * u + e] = x;
+                    softmax.out[s][0][2 * u + e] = restored(out()[row * D + channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2], channel, state.y);
                 }
             }
         }
         __syncwarp();
+    }
+    // A channel's output with its zero point, where that is not the tokens'.
+    __device__ __forceinline__ float restored(float x, int channel, float sum) const {
+        if constexpr (B::SCALED) return x;
+        else return fmaf(channels()[channel].y, sum, x);
     }
 };
 

@@ -15,15 +15,14 @@ struct ByteTable {
     static constexpr int WORDS = BITS == 4 ? 4 : BITS == 3 ? 2 : 1;
     unsigned bytes[WORDS];
 
-    // values: f32 [2^BITS], each `origin` and a whole number of units: -127 ... 127 of them, with four bits 0 ... 127.
+    // values: f32 [2^BITS], each `origin` and a whole number of units: -127 ... 127 of them, with four bits 0 ... 127. A lane finds one of them. All lanes of the warp.
     __device__ __forceinline__ void load(const float* values, float unit, float origin) {
+        const unsigned lane = threadIdx.x % 32;
+        unsigned word = (static_cast<unsigned>(__float2int_rn((values[lane % (4 * WORDS)] - origin) / unit)) & 255u) << 8 * (lane % 4);
+        word |= __shfl_xor_sync(~0u, word, 1);
+        word |= __shfl_xor_sync(~0u, word, 2);
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            unsigned x = 0;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) x |= (static_cast<unsigned>(__float2int_rn((values[4 * i + k] - origin) / unit)) & 255u) << 8 * k;
-            bytes[i] = x;
-        }
+        for (int i = 0; i < WORDS; ++i) bytes[i] = __shfl_sync(~0u, word, 4 * i + lane % 4);  // all four have it; were it the same lane, the compiler would keep it where permutations cannot take it from
     }
 
     // The word whose low half has the selectors of step S's row UPPER.

@@ -50,15 +50,17 @@ struct ExactAlone {
         else copy_async<16>(shared_address(to), from);
     }
 
-    // Takes all of them; the copy of the first tile's values has been started, and the query is left to be an operand.
+    // Takes all of them; the copy of the first tile's values has been started.
     __device__ __forceinline__ void tokens(const Rest& rest) {
         const uint2* const operand = reinterpret_cast<const uint2*>(mine() + OPERAND) + at.lane;
-        put_query();
 #pragma unroll 1
         for (int i = 0; i < rest.tiles; ++i) {
             const Pair of = exact.tokens_of(rest, i);
+            Keys keys;
+            read(rest, of, keys);
+            if (i == 0) put_query();  // meanwhile
             float score[1][L::NT][4];
-            scores(operand, rest, i, of, score[0]);
+            scores(operand, keys, rest, i, of, score[0]);
             softmax.soften(score);
             unsigned b[L::NT][2];
             Softmax<C>::operands(score[0], b);
@@ -87,18 +89,23 @@ struct ExactAlone {
         __syncwarp();
     }
 
-    // Scores of a tile, minus infinity for tokens that are not there, or not seen: lane 4 r has those of tokens r and r + 8.
-    __device__ __forceinline__ void scores(const uint2* operand, const Rest& rest, int tile, const Pair& of, float (&score)[L::NT][4]) const {
-        float low[4] = {}, high[4] = {};
-        const auto *from_low = rest.keys(of.low) + 8 * at.c, *from_high = rest.keys(of.high) + 8 * at.c;
-        uint4 x[D / 32], y[D / 32];
+    // A tile's keys: of tokens r and r + 8 the channels 8c ... 8c + 7 of each 32.
+    struct Keys {
+        uint4 low[D / 32], high[D / 32];
+    };
+    __device__ __forceinline__ void read(const Rest& rest, const Pair& of, Keys& keys) const {
+        const auto *low = rest.keys(of.low) + 8 * at.c, *high = rest.keys(of.high) + 8 * at.c;
 #pragma unroll
-        for (int t = 0; t < D / 32; ++t) x[t] = Exact<C>::eight_of(from_low + 32 * t), y[t] = Exact<C>::eight_of(from_high + 32 * t);
+        for (int t = 0; t < D / 32; ++t) keys.low[t] = Exact<C>::eight_of(low + 32 * t), keys.high[t] = Exact<C>::eight_of(high + 32 * t);
+    }
+    // Their scores, minus infinity for tokens that are not there, or not seen: lane 4 r has those of tokens r and r + 8.
+    __device__ __forceinline__ void scores(const uint2* operand, const Keys& keys, const Rest& rest, int tile, const Pair& of, float (&score)[L::NT][4]) const {
+        float low[4] = {}, high[4] = {};
 #pragma unroll
         for (int t = 0; t < D / 32; ++t) {
             const uint2 b = operand[32 * t];
-            multiply(low, x[t], b);
-            multiply(high, y[t], b);
+            multiply(low, keys.low[t], b);
+            multiply(high, keys.high[t], b);
         }
         const float both[2] = {low[0] + low[3], high[0] + high[3]};
 #pragma unroll

@@ -54,7 +54,7 @@ struct Query {
     }
 
     // So that it is a half when it has been turned, where nobody asks any more: for factors on RoPE's cosines up to 2.8, which are 1 to 1.5.
-    static __device__ __forceinline__ float bounded(float x) { return L::ROPE ? fminf(fmaxf(x, -MOST_TURNED), MOST_TURNED) : x; }
+    static __device__ __forceinline__ float bounded(float x) { return L::ROPE ? within(x, MOST_TURNED) : x; }
     static constexpr float MOST_TURNED = 16384.f;
 
     // Who makes the operands, of how many: the block, or a warp that is alone, which has so many buffers.

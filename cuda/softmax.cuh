@@ -150,6 +150,7 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 weights[n][e] = 1.f;
+                if (L::USED == 1 && e) continue;  // nobody's
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) {
                     sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], mask);
@@ -226,7 +227,7 @@ struct Softmax {
         const bool mine = 2 * at.c < L::PITCH;
         Model* const first = mine && row < ROWS ? out(row) : nullptr;
         Model* const second = mine && L::PITCH > 1 && row + 1 < ROWS ? out(row + 1) : nullptr;
-        const float by[2] = {1.f / sum[0][0], 1.f / sum[0][1]};
+        const float by[2] = {1.f / sum[0][0], second ? 1.f / sum[0][1] : 0.f};
 #pragma unroll
         for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
