@@ -30,6 +30,7 @@ struct Alone {
     Exact<C>& exact;
     TilePages<C>& tiles;
     typename PagesByBytes<L::BYTES, C>::Type& byte_pages;
+    typename Exact<C>::Round round{};  // of the windows of the sequence at hand
 
     // Where a warp is on a head's part of the line, of which it has what lies from `first` to before `last`.
     struct Walk {
@@ -201,7 +202,8 @@ struct Alone {
         byte_pages.run(feed);
         there.take(at);
         open_result();
-        if (at.ends) ExactAlone<C>(exact, softmax).stage(typename Exact<C>::Rest(at, exact_from()), 0);
+        round = {};
+        if (at.ends) ExactAlone<C>(exact, softmax).stage(typename Exact<C>::Rest(at, exact_from()), 0, round);
         if (feed.count > 0) byte_pages.leave(softmax);
     }
     __device__ __forceinline__ void go_by_tiles() {
@@ -253,7 +255,7 @@ struct Alone {
     // All tokens whose values are exact.
     __device__ __forceinline__ void exact_rest() {
         if constexpr (L::BYTES) {
-            ExactAlone<C>(exact, softmax).tokens(typename Exact<C>::Rest(at, exact_from()));
+            ExactAlone<C>(exact, softmax).tokens(typename Exact<C>::Rest(at, exact_from()), round);
         } else {
             tiles.exact_values();
             if constexpr (L::EXACT_LATE) put_exact_operand();

@@ -82,15 +82,15 @@ struct BytePages {
             query.leave(tables());
             __syncwarp();
             if constexpr (K::SPARSE) add_key_outliers(key_list, feed);
-            scores(feed.tiles(i));
+            scores(feed.tiles(i), i && i % UNITS_OF_SUMS == 0);
             feed.keys_done(last);
             feed.open_values(last);
             if constexpr (V::SPARSE) add_value_outliers(value_list, feed);
             add_values();
             feed.values_done(last);
             if (V::SPARSE && ((i + 1) % UNITS_OF_VALUES == 0 || last)) take_value_outliers();
-            if ((i + 1) % UNITS_OF_SUMS == 0 || (last && !LATE_SUMS)) take_sums();
         }
+        if constexpr (!LATE_SUMS) take_sums();
         copy_wait<0>();
     }
 
@@ -117,8 +117,8 @@ struct BytePages {
 
     // ---- keys ----
 
-    // Scores of the unit's tokens, of which so many tiles are there, and from them probabilities.
-    __device__ __forceinline__ void scores(int tiles) {
+    // Scores of the unit's tokens, of which so many tiles are there, and from them probabilities. full: whole sums might overflow.
+    __device__ __forceinline__ void scores(int tiles, bool full) {
         float score[ROWS][2];
         keys.scores(query, score);
         if (B::PAGES > 1 && at.c >= tiles) {
@@ -136,7 +136,7 @@ struct BytePages {
                 }
             }
         }
-        soften(score);
+        soften(score, full);
         __syncwarp();
     }
 
@@ -175,9 +175,9 @@ struct BytePages {
 
     // Scores to probabilities relative to the running maximum, that of score plus log of the value's scale: so what multiplies codes is at
     // most two.
-    __device__ __forceinline__ void soften(const float (&score)[ROWS][2]) {
+    __device__ __forceinline__ void soften(const float (&score)[ROWS][2], bool full) {
         float scale[2], zero[2], whole[ROWS][2];  // of the lane's tokens, r and r + 8 of tile c
-        bool over = false;
+        bool over = full;
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
             float size = 0.f;
@@ -215,7 +215,7 @@ struct BytePages {
         }
     }
 
-    // New maxima for all rows.
+    // New maxima for all rows; whole sums go to the output.
     __device__ __forceinline__ void raise(const float (&whole)[ROWS][2]) {
         if (!L::ALONE || V::SPARSE || maximum[0] != minus_infinity()) {  // of a warp alone there may be none yet; with outliers asking takes longer than taking them (measured)
             take_sums();
@@ -223,10 +223,9 @@ struct BytePages {
         }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]));
+            float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]) + SLACK);
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, mask));
-            highest += SLACK;
             const float factor = maximum[row] == minus_infinity() ? 0.f : exp2_fast(maximum[row] - highest);
             maximum[row] = highest;
             sum[row] *= factor;

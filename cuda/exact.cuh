@@ -19,27 +19,34 @@ struct Exact {
     const Query<C>& query;
     Softmax<C>& softmax;
 
-    // Where exact tokens of a side are. Those behind the sinks go round in the window, which holds all of them: so none is a whole round from the first.
+    // How a window goes round: all of its tokens are less than a whole round from the first one of them. capacity: of the window; 0: not known. begin: number of the token with
+    // which its last round began before any of them.
+    struct Round {
+        int capacity, begin;
+    };
+    // Where exact tokens of a side are. Those behind the sinks go round in the window, which holds all of them.
     template <bool KEY>
     struct Vectors {
         static constexpr int SINKS = KEY ? K::SINKS : V::SINKS;
         const Model *sinks, *window;  // of the sequence and head
-        int capacity, begin;          // number of the token with which the window's last round began before any of them
+        Round round;
         unsigned stride;              // from one token to the next
 
-        __device__ __forceinline__ explicit Vectors(const Place<C>& at) : Vectors(at, 0, 0) {}
-        // others, others_begin: a window's capacity, and where it begins if as much is packed.
-        __device__ __forceinline__ Vectors(const Place<C>& at, int others, int others_begin) : stride(at.params.h_kv * D) {
+        __device__ __forceinline__ explicit Vectors(const Place<C>& at) : Vectors(at, {}) {}
+        // other: how a window goes round of which as much is packed.
+        __device__ __forceinline__ Vectors(const Place<C>& at, const Round& other) : round(other), stride(at.params.h_kv * D) {
             const SideParams& side = KEY ? at.params.key : at.params.value;
-            capacity = static_cast<int>(side.capacity), begin = others_begin;
             const unsigned first = L::EXACT ? at.low() : KEY ? at.key_packed : at.value_packed;  // behind the sinks
-            if (capacity != others) begin = SINKS + static_cast<int>(first - first % static_cast<unsigned>(capacity));
+            if (side.capacity != other.capacity) {
+                round.capacity = static_cast<int>(side.capacity);
+                round.begin = SINKS + static_cast<int>(first - first % static_cast<unsigned>(round.capacity));
+            }
             sinks = static_cast<const Model*>(side.sinks) + static_cast<long long>(at.sequence) * SINKS * stride + at.head * D;
             window = static_cast<const Model*>(side.window) + at.sequence * side.capacity * stride + at.head * D;
         }
         __device__ __forceinline__ const Model* operator()(int token) const {
-            const int on = token - begin;
-            const unsigned row = token < SINKS ? token : on < capacity ? on : on - capacity;
+            const int on = token - round.begin;
+            const unsigned row = token < SINKS ? token : on < round.capacity ? on : on - round.capacity;
             return (token < SINKS ? sinks : window) + static_cast<unsigned long long>(row) * stride;
         }
     };
@@ -123,11 +130,9 @@ struct Exact {
     // Sinks, and all tokens from `first` on.
     struct Rest {
         int first, sinks, count, tiles;
-        Vectors<true> keys;
-        Vectors<false> values;
 
         __device__ __forceinline__ Rest(const Place<C>& at, int from)
-            : first(from), sinks(min(K::SINKS, at.length)), count(sinks + max(0, at.length - from)), tiles((count + TILE - 1) / TILE), keys(at), values(at, L::BYTES ? keys.capacity : 0, keys.begin) {}
+            : first(from), sinks(min(K::SINKS, at.length)), count(sinks + max(0, at.length - from)), tiles((count + TILE - 1) / TILE) {}
         __device__ __forceinline__ int token(int i) const { return i < sinks ? i : first + i - sinks; }
     };
     __device__ __forceinline__ Pair tokens_of(const Rest& rest, int tile) const {
@@ -137,14 +142,15 @@ struct Exact {
 
     // Takes them, 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
     __device__ __forceinline__ void tokens(int first, int begin, int step) {
-        const int sinks = min(K::SINKS, at.length);
-        if (begin >= (sinks + max(0, at.length - first) + TILE - 1) / TILE) return;
         const Rest rest(at, first);
+        if (begin >= rest.tiles) return;
+        const Vectors<true> keys(at);
+        const Vectors<false> values(at, L::BYTES ? keys.round : Round{});
 #pragma unroll 1
         for (int i = begin; i < rest.tiles; i += step) {
             const Pair of = tokens_of(rest, i);
             float score[1][NT][4];
-            scores(rest.keys, of, score[0]);
+            scores(keys, of, score[0]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -157,7 +163,7 @@ struct Exact {
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score[0], b);
-            add_values(rest.values, of, b);
+            add_values(values, of, b);
         }
     }
 };

@@ -15,6 +15,9 @@ struct ExactAlone {
     using B = ByteLayout<C>;
     using Rest = typename Exact<C>::Rest;
     using Pair = typename Exact<C>::Pair;
+    using Round = typename Exact<C>::Round;
+    using KeyVectors = typename Exact<C>::template Vectors<true>;
+    using ValueVectors = typename Exact<C>::template Vectors<false>;
     static constexpr int D = L::D, ROWS = L::ROWS, STEPS = L::STEPS;
     // Of a warp's place in shared memory: f16 or bf16 [TILE][D], pieces of 16 bytes by turns; and f16 [D / 32][32][4], the query's channels 8c + 4h + 2i, 8c + 4h + 2i + 1 of
     // each 32 in column 2 row + i. Neither is in the way of what the pages left.
@@ -30,9 +33,11 @@ struct ExactAlone {
 
     __device__ __forceinline__ unsigned char* mine() const { return at.shared + L::RING + at.warp * L::WARP_BYTES; }
 
-    // Starts the copy of a tile's values, if there is one. The warp has met since it read its place.
-    __device__ __forceinline__ void stage(const Rest& rest, int tile) const {
+    // Starts the copy of a tile's values, if there is one. The warp has met since it read its place. round: as Vectors takes it, and then how values go round.
+    __device__ __forceinline__ void stage(const Rest& rest, int tile, Round& round) const {
         if (tile >= rest.tiles) return;
+        const ValueVectors values(at, round);
+        round = values.round;
         const Pair of = exact.tokens_of(rest, tile);
         const int first = (at.c ^ at.r) * 16;
         unsigned char* const to = mine() + VALUES + at.r * TOKEN_BYTES;
@@ -40,8 +45,8 @@ struct ExactAlone {
 #pragma unroll
             for (int t = 0; t < D / 32; ++t) copy_eight(to_token + (first ^ t % 2 * 64) + t / 2 * 128, from + 8 * at.c + 32 * t);
         };
-        copy(to, rest.values(of.low));
-        copy(to + 8 * TOKEN_BYTES, rest.values(of.high));
+        copy(to, values(of.low));
+        copy(to + 8 * TOKEN_BYTES, values(of.high));
         copy_commit();
     }
     // Floats become halves on their way.
@@ -51,13 +56,15 @@ struct ExactAlone {
     }
 
     // Takes all of them; the copy of the first tile's values has been started.
-    __device__ __forceinline__ void tokens(const Rest& rest) {
+    __device__ __forceinline__ void tokens(const Rest& rest, Round& round) {
+        if (rest.tiles == 0) return;
+        const KeyVectors vectors(at, round);
         const uint2* const operand = reinterpret_cast<const uint2*>(mine() + OPERAND) + at.lane;
 #pragma unroll 1
         for (int i = 0; i < rest.tiles; ++i) {
             const Pair of = exact.tokens_of(rest, i);
             Keys keys;
-            read(rest, of, keys);
+            read(vectors, of, keys);
             if (i == 0) put_query();  // meanwhile
             float score[1][L::NT][4];
             scores(operand, keys, rest, i, of, score[0]);
@@ -68,7 +75,7 @@ struct ExactAlone {
             __syncwarp();
             add_values(b);
             __syncwarp();
-            stage(rest, i + 1);
+            stage(rest, i + 1, round);
         }
     }
 
@@ -93,8 +100,8 @@ struct ExactAlone {
     struct Keys {
         uint4 low[D / 32], high[D / 32];
     };
-    __device__ __forceinline__ void read(const Rest& rest, const Pair& of, Keys& keys) const {
-        const auto *low = rest.keys(of.low) + 8 * at.c, *high = rest.keys(of.high) + 8 * at.c;
+    __device__ __forceinline__ void read(const KeyVectors& vectors, const Pair& of, Keys& keys) const {
+        const auto *low = vectors(of.low) + 8 * at.c, *high = vectors(of.high) + 8 * at.c;
 #pragma unroll
         for (int t = 0; t < D / 32; ++t) keys.low[t] = Exact<C>::eight_of(low + 32 * t), keys.high[t] = Exact<C>::eight_of(high + 32 * t);
     }
