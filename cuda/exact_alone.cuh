@@ -39,11 +39,11 @@ struct ExactAlone {
         const ValueVectors values(at, round);
         round = values.round;
         const Pair of = exact.tokens_of(rest, tile);
-        const int first = (at.c ^ at.r) * 16;
-        unsigned char* const to = mine() + VALUES + at.r * TOKEN_BYTES;
+        const int lane = rolled(at.lane), first = (lane % 4 ^ lane / 4) * 16;
+        unsigned char* const to = mine() + VALUES + lane / 4 * TOKEN_BYTES;
         const auto copy = [&](unsigned char* to_token, const typename C::Model* from) {
 #pragma unroll
-            for (int t = 0; t < D / 32; ++t) copy_eight(to_token + (first ^ t % 2 * 64) + t / 2 * 128, from + 8 * at.c + 32 * t);
+            for (int t = 0; t < D / 32; ++t) copy_eight(to_token + (first ^ t % 2 * 64) + t / 2 * 128, from + 8 * (lane % 4) + 32 * t);
         };
         copy(to, values(of.low));
         copy(to + 8 * TOKEN_BYTES, values(of.high));
@@ -84,13 +84,13 @@ struct ExactAlone {
         __syncwarp();
         for (int i = at.lane; i < OPERAND_BYTES / 16; i += 32) reinterpret_cast<uint4*>(mine() + OPERAND)[i] = make_uint4(0u, 0u, 0u, 0u);  // columns that have no row
         __syncwarp();
+        const int lane = rolled(at.lane), place = lane / 2 % 2 * 16 + lane / 8 * 4 + lane / 4 % 2 * 2 + lane % 2;
         __half* const operand = reinterpret_cast<__half*>(mine() + OPERAND);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
             for (int i = 0; i < D / 32; ++i) {
-                const int of_eight = at.lane % 8, place = (2 * row + of_eight / 2 % 2) * 16 + at.lane / 8 * 4 + of_eight / 4 * 2 + of_eight % 2;
-                operand[128 * i + place] = to_half(at.query()[row * D + 32 * i + at.lane]);
+                operand[128 * i + place + 32 * row] = to_half(at.query()[row * D + 32 * i + lane]);
             }
         }
         __syncwarp();
@@ -130,7 +130,8 @@ struct ExactAlone {
 
     // Adds a tile's values times probabilities b.
     __device__ __forceinline__ void add_values(const unsigned (&b)[L::NT][2]) {
-        const unsigned token = at.lane / 16 * 8 + at.lane % 8, first = (at.lane / 8 % 2 ^ at.lane % 8) * 16, from = shared_address(mine() + VALUES) + token * TOKEN_BYTES;
+        const int lane = rolled(at.lane), token = lane / 16 * 8 + lane % 8, first = (lane / 8 % 2 ^ lane % 8) * 16;
+        const unsigned from = shared_address(mine() + VALUES) + token * TOKEN_BYTES;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const uint4 x = load_matrices<true>(from + (first ^ s % 4 * 32) + s / 4 * 128);
