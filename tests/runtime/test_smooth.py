@@ -64,18 +64,7 @@ def test_what_kernels_read():
     pages = [number for page in range(1, WARPS + 1) for pair in range(pairs) for number in turn(64 * page * f[pair])]
     turns = torch.frombuffer(bytearray(found[-4 * len(pages) :]), dtype=torch.float32)
     torch.testing.assert_close(turns, torch.tensor(pages), atol=1e-7, rtol=1e-6)
-    halves = torch.frombuffer(bytearray(found[4 * len(numbers) : -4 * len(pages)]), dtype=torch.float16)
-    turned = [
-        number
-        for tile in range(4)
-        for step in range(pairs // 8)
-        for r in range(8)
-        for c in range(4)
-        for upper in range(2)
-        for e in range(2)
-        for number in turn((16 * tile + 8 * upper + r - 31.5) * f[8 * step + 2 * c + e])
-    ]
-    torch.testing.assert_close(halves.double(), torch.tensor(turned, dtype=torch.float64), atol=5e-4, rtol=0)
+    assert len(found) == 4 * (len(numbers) + len(pages))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
