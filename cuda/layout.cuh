@@ -128,8 +128,9 @@ struct Layout {
     static constexpr int QUERY_WORDS = NT * STEPS * 64;  // a block of columns as second operands
     static constexpr int QUERY_BUFFERS = BYTES ? 0 : ROPE ? 2 * GROUPS * STACK : ALONE ? WARPS : 1;
     static constexpr int KEY_BITS = K::BITS ? K::BITS : 1, VALUE_BITS = V::BITS ? V::BITS : 1;
-    // It takes more instructions, and pays where outliers want shared memory's bandwidth (measured; not where warps are alone).
-    static constexpr bool permuted(int bits) { return !BYTES && !ALONE && (K::SPARSE || V::SPARSE) && (bits == 2 || bits == 3); }
+    // By tiles it takes more instructions, and pays where outliers want shared memory's bandwidth (measured; not where warps are alone). By bytes the fastest keys' codes of 3 bits take
+    // fewer.
+    static constexpr bool permuted(int bits) { return BYTES ? bits == 3 : !ALONE && (K::SPARSE || V::SPARSE) && (bits == 2 || bits == 3); }
     template <int BITS>
     using TableOf = Table<BITS, permuted(BITS)>;
     static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
