@@ -6,6 +6,7 @@ cosines and four odd ones for the sines, the best in the least-squares sense (si
 `FAST_PAIRS` pairs are left out. `python -m benchmarks.rope_columns` says how many functions what precision takes.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -16,6 +17,7 @@ FUNCTIONS = 8  # even ones at even places
 FAST_PAIRS = 16  # that are turned one by one
 WARPS = 16  # of a block, at most: a warp's next page is so many pages on
 WORST = 1e-4  # of any cosine or sine; a half rounds to 5e-4
+WIDEST = 100 * math.pi  # angle whose cosine and sine kernels find to 2^-14, for outliers of keys
 
 
 def _times() -> Tensor:
@@ -37,7 +39,7 @@ def decompose(inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_smooth(inv_freq: Tensor) -> bool:
-    """Whether the functions are exact to `WORST` for frequencies inv_freq [pairs]."""
+    """Whether the functions are exact to `WORST` for frequencies inv_freq [pairs], and no angle is beyond `WIDEST`."""
     return _is_smooth(tuple(inv_freq.tolist()))
 
 
@@ -46,6 +48,8 @@ def _is_smooth(frequencies: tuple[float, ...]) -> bool:
     if len(frequencies) <= FAST_PAIRS or len(frequencies) % 32:  # kernels have 32 pairs to a warp
         return False
     inv_freq = torch.tensor(frequencies, dtype=torch.float64)
+    if inv_freq.abs().max().item() * TOKENS / 2 > WIDEST:
+        return False
     w, g = decompose(inv_freq)
     angles = torch.outer(_times(), inv_freq[FAST_PAIRS:])
     even, odd = ((w[:, first::2] @ g[first::2])[:, FAST_PAIRS:] for first in (0, 1))

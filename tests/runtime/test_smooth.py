@@ -34,6 +34,13 @@ def test_fast_pairs_are_not_smooth():
     assert not is_smooth(frequencies(80))  # which lanes cannot share out
 
 
+def test_angles_that_sines_are_not_exact_for():
+    inv_freq = frequencies(128)
+    for fastest, found in ((9.8, True), (9.9, False)):
+        inv_freq[0] = fastest  # one of those that are turned one by one
+        assert is_smooth(inv_freq) == found
+
+
 def test_what_kernels_read():
     """By a second way: number by number, as `cuda/bytes_layout.cuh` says where it lies."""
     inv_freq = frequencies(64)
