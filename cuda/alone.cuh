@@ -42,7 +42,7 @@ struct Alone {
     using ParkedWalk = Parked<Walk, Walk::OWN>;
     using ParkedTask = Parked<Task>;
     static_assert(ParkedWalk::BYTES + ParkedTask::BYTES <= L::PARKED_BYTES, "both have room");
-    static_assert(!L::EXACT_LATE || L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
+    static_assert(L::BYTES || !L::EXACT_LATE || L::WARP_BYTES >= L::QUERY_WORDS * 4, "the query lies where pages were");
 
     __device__ __forceinline__ void run() {
         ask_tables(at, outliers, byte_pages);

@@ -25,7 +25,7 @@ struct BytePages {
     static constexpr float SCORE_UNITS = 4096.f, MOST_SCORE = 2047.f;  // of one, for outliers of keys; one's bound
     static constexpr float VALUE_UNITS = 262144.f, MOST_VALUE = 15.9f; // likewise of values; more is added in float
     static constexpr int UNITS_OF_VALUES = 8, UNITS_OF_SUMS = 512;     // after which whole sums might overflow
-    static constexpr float SLACK = L::ALONE ? 1.f : 0.f;               // by which a maximum is set too high: short sequences then have a new one half as often
+    static constexpr float HEADROOM = L::ALONE ? 1.f : 0.f;            // by which a maximum is set too high: short sequences then have a new one half as often
     static constexpr bool LATE_SUMS = L::ALONE && ROWS == 1;           // the last sums go where softmax wants them as they are
 
     const Place<C>& at;
@@ -91,7 +91,8 @@ struct BytePages {
             if (V::SPARSE && ((i + 1) % UNITS_OF_VALUES == 0 || last)) take_value_outliers();
         }
         if constexpr (!LATE_SUMS) take_sums();
-        copy_wait<0>();
+        copy_wait<0>();  // of a unit that nobody takes
+        __syncwarp();    // what is copied there next belongs to other lanes
     }
 
     __device__ __forceinline__ void reset() {
@@ -223,7 +224,7 @@ struct BytePages {
         }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]) + SLACK);
+            float highest = fmaxf(maximum[row], fmaxf(whole[row][0], whole[row][1]) + HEADROOM);
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, mask));
             const float factor = maximum[row] == minus_infinity() ? 0.f : exp2_fast(maximum[row] - highest);

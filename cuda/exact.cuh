@@ -64,19 +64,31 @@ struct Exact {
     // Numbers of the model as words: two, or eight at a multiple of 16 bytes, read at once; floats become halves. What has two bytes stays as it is until `halves`.
     static constexpr bool CONVERTED = sizeof(Model) > 2;
     static __device__ __forceinline__ unsigned two_of(const Model* from) {
-        if constexpr (CONVERTED) return pair_of(from);
-        else return *reinterpret_cast<const unsigned*>(from);
+        if constexpr (CONVERTED) {
+            const float2 x = *reinterpret_cast<const float2*>(from);
+            return pair_of(x.x, x.y);
+        } else {
+            return *reinterpret_cast<const unsigned*>(from);
+        }
     }
     static __device__ __forceinline__ uint4 eight_of(const Model* from) {
-        if constexpr (CONVERTED) return make_uint4(pair_of(from), pair_of(from + 2), pair_of(from + 4), pair_of(from + 6));
-        else return *reinterpret_cast<const uint4*>(from);
+        if constexpr (CONVERTED) {
+            const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 4);
+            return make_uint4(pair_of(x.x, x.y), pair_of(x.z, x.w), pair_of(y.x, y.y), pair_of(y.z, y.w));
+        } else {
+            return *reinterpret_cast<const uint4*>(from);
+        }
     }
-    static __device__ __forceinline__ unsigned pair_of(const Model* from) { return as_bits(__halves2half2(half_of(from[0]), half_of(from[1]))); }
+    template <typename N>
+    static __device__ __forceinline__ unsigned pair_of(N low, N high) { return as_bits(__halves2half2(half_of(low), half_of(high))); }
     static __device__ __forceinline__ unsigned halves(unsigned words) {
-        if constexpr (IS_HALF<Model> || CONVERTED) return words;
-        Model x[2];
-        memcpy(x, &words, 4);
-        return pair_of(x);
+        if constexpr (IS_HALF<Model> || CONVERTED) {
+            return words;
+        } else {
+            Model x[2];
+            memcpy(x, &words, sizeof(x));
+            return pair_of(x[0], x[1]);
+        }
     }
 
     // A lane's tokens of 16, rows r and r + 8 of an operand.

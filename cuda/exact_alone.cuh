@@ -33,7 +33,7 @@ struct ExactAlone {
 
     __device__ __forceinline__ unsigned char* mine() const { return at.shared + L::RING + at.warp * L::WARP_BYTES; }
 
-    // Starts the copy of a tile's values, if there is one. The warp has met since it read its place. round: as Vectors takes it, and then how values go round.
+    // Starts the copy of a tile's values, if there is one. The warp has met since it read its place and copies to it have ended. round: as Vectors takes it, and then how values go round.
     __device__ __forceinline__ void stage(const Rest& rest, int tile, Round& round) const {
         if (tile >= rest.tiles) return;
         const ValueVectors values(at, round);

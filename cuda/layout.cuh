@@ -87,7 +87,7 @@ struct Layout {
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     static constexpr bool DIRECT = BYTES && ALONE && !APART && !K::SPARSE && !V::SPARSE;  // who has all of a sequence's head leaves what it comes to, and the merge nothing to add up (elsewhere it takes longer)
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
-    static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there
+    static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there (by bytes where cuda/exact_alone.cuh says)
     // Scales need not touch the numbers where those of keys' channels go into RoPE's factors, or the query. That rounds an outlier several times, for speed, which pages of fewer
     // than 64 tokens give up.
     static constexpr bool CHANNELS_FOLDED = K::SCALES == Scales::CHANNEL_BUNDLE && !K::RANK && !(KEY_OUTLIERS && K::T < 64);
@@ -190,7 +190,7 @@ struct Layout {
     // Whether it fits so many bytes, and the ring holds a row of each team's output; if warps are alone, a query and the codebooks.
     static constexpr bool fits(int bytes) {
         if (STACK > 1 && !STACKABLE) return false;
-        if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && WARP_BYTES < QUERY_WORDS * 4))) return false;
+        if (ALONE && (WARPS * WARP_BYTES < 2048 || (EXACT_LATE && !BYTES && WARP_BYTES < QUERY_WORDS * 4))) return false;
         return SHARED <= bytes && ROWS_AT_ONCE > 0;
     }
 

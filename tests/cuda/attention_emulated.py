@@ -114,11 +114,12 @@ def check(case: Case, lengths: list[int], m: int = 1, scoring: Scoring = ALL_PLA
 
 def check_scene(scene: paged.Scene) -> None:
     q, lengths = scene.query(), scene.lengths.tolist()
+    floor = 2**-8 if q.dtype == torch.bfloat16 else FLOOR  # whose output alone has 2**-9
     out = scene.run(q)
     for i in range(len(lengths)):
         reference = scene.oracle(q, i)
         ours, theirs = paged.relative(out[i], reference), paged.relative(scene.half(q, i), reference)
-        assert ours <= max(ALLOWED * theirs, FLOOR), (lengths[i], ours, theirs)
+        assert ours <= max(ALLOWED * theirs, floor), (lengths[i], ours, theirs)
 
 
 def times_half(given: Case, lengths: list[int]) -> float:

@@ -15,7 +15,13 @@ template <bool TRANSPOSED>
 uint4 load_matrices(unsigned address) {
     unsigned rows[32], words[4];
     const uint64_t* all = emulator::exchange(address);
-    for (int i = 0; i < 32; ++i) rows[i] = static_cast<unsigned>(all[i]);
+    for (int i = 0; i < 32; ++i) {
+        rows[i] = static_cast<unsigned>(all[i]);
+        if (rows[i] % 16) {
+            std::fprintf(stderr, "load_matrices: not aligned\n");
+            std::abort();
+        }
+    }
     const int lane = emulator::current->thread % 32;
     for (int i = 0; i < 4; ++i) {
         words[i] = reinterpret_cast<const unsigned*>(at_shared(rows[i * 8 + lane / 4]))[lane % 4];

@@ -110,6 +110,11 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     check(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
 
 
+@pytest.mark.parametrize("dtype", ["__nv_bfloat16", "float"])
+def test_warps_alone_of_other_model_types(dtype: str) -> None:
+    check(recipe_unit("kvquant-2", rows=1, dtype=dtype, how=Sharing(1, alone=True)), "sm_90a")
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "arch"),
     [

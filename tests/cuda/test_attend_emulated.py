@@ -178,6 +178,13 @@ def test_warps_alone_that_have_all_of_most_sequences(monkeypatch):
     assert times_half(case(without_outliers(kvquant(2, 16)), 2), [1, 66, 5, 130, 64, 3, 200] * 10) < ALLOWED
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("formats", [with_outliers(0.02), kvquant(3)], ids=["outliers", "kvquant"])
+def test_warps_alone_with_other_model_types(formats, dtype, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    check_scene(paged.Scene.of(case(formats, 2, d=64), [1, 66, 5, 130, 64, 3, 200] * 5, dtype=dtype))
+
+
 def test_more_sequences_than_lanes():
     """The line of units goes through them 32 at a time, and passes over those that are all other blocks'."""
     check(case(kivi(2), 2), [1, 66, 5, 130, 64, 3, 200] * 10)

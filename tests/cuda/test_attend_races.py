@@ -108,6 +108,13 @@ def test_no_races_of_warps_alone(formats, g, monkeypatch):
     assert races(case(formats, 2 * g), [200, 65, 1, 150], monkeypatch) == 0
 
 
+@pytest.mark.parametrize("formats", [with_outliers(0.02), kvquant(2), BANDED], ids=["outliers", "kvquant", "banded"])
+def test_no_races_of_warps_alone_that_have_all_of_a_sequence(formats, monkeypatch):
+    """So many that a warp has pages and exact tokens of the same sequence, and then of the next one."""
+    monkeypatch.setattr(Watched, "how", Sharing(1, alone=True))
+    assert races(case(formats, 2, d=64), [200, 65, 1, 150] * 10, monkeypatch) == 0
+
+
 KERNEL = """
 struct Shape {{ static constexpr int D = 128; }};
 struct Plan {{ static constexpr int THREADS = 64, SHARED = 1024; }};
