@@ -225,12 +225,6 @@ __device__ __forceinline__ double reciprocal(double x) {
 // Asks for the cache line there, which then is in the L2 cache.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-__device__ __forceinline__ float sqrt_fast(float x) {
-    float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

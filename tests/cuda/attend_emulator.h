@@ -220,7 +220,6 @@ inline void prefetch(const void* from) {
     read = *static_cast<const unsigned char*>(from);  // there is something
 }
 inline float log2_fast(float x) { return std::log2(x); }
-inline float sqrt_fast(float x) { return std::sqrt(x); }
 inline void group_barrier(int id, int threads) {
     emulator::Barrier& barrier = emulator::current->block->groups[id];
     if (id < 1 || id > 15 || (barrier.members && barrier.members != threads)) {

@@ -2,8 +2,9 @@
 // -fsanitize=thread (but not linked with it), so that every access calls one of the functions at the end.
 //
 // Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by __syncwarp and by what of hardware runs in
-// lockstep: shuffles, votes, matrix products and, since lanes exchange their addresses, loads of matrices: who forgets to meet before one of these is not found. Atomic operations are not looked at (SIGNPOST_ATOMIC). From when an asynchronous copy is asked for until
-// it is waited for, nobody else may touch where it writes.
+// lockstep: shuffles, votes, matrix products and, since lanes exchange their addresses, loads of matrices: who forgets to meet before one of
+// these is not found. Atomic operations are not looked at (SIGNPOST_ATOMIC). From when an asynchronous copy is asked for until it is waited for,
+// nobody else may touch where it writes.
 #pragma once
 
 #include <dlfcn.h>
