@@ -117,8 +117,9 @@ def word_order(d: int, bits: int) -> NDArray[np.int64]:
 def channel_order(d: int) -> NDArray[np.int64]:
     """Which channel's scale stands where in a page of keys with scales of their own per channel: int64 [d].
 
-    A lane reads the scales of two steps, four pairs of channels, with one 16-byte load.
+    A lane reads the scales of two steps with one 16-byte load: four pairs, each of one channel and its like of the next
+    step, whose codes stand 16 bits apart.
     """
-    steps, c, odd, half, e = np.ogrid[: d // 32, :4, :2, :2, :2]
+    steps, c, half, e, odd = np.ogrid[: d // 32, :4, :2, :2, :2]
     order = half * (d // 2) + 8 * (2 * steps + odd) + 2 * c + e
     return np.broadcast_to(order, (d // 32, 4, 2, 2, 2)).reshape(-1).copy()

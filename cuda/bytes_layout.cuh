@@ -13,7 +13,7 @@ struct Bytes {
     using V = typename Shape::Value;
     template <typename S>
     static constexpr bool plain() {
-        return (S::T == 64 || (64 % S::T == 0 && !S::SPARSE)) && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && (S::UNIT > 0.f || S::EVEN) && !S::RANK && !S::SKETCH && !S::CENTER;
+        return (S::T == 64 || (64 % S::T == 0 && !S::SPARSE)) && ((S::BITS >= 2 && S::BITS <= 4) || S::BANDED) && (S::UNIT > 0.f || (S::EVEN && S::SMOOTH)) && !S::RANK && !S::SKETCH && !S::CENTER;
     }
     static constexpr bool KEYS = plain<K>() && K::SCALES == Scales::CHANNEL_BUNDLE && K::ROPE_DIM == Shape::D && !K::INTERLEAVED && !K::ROTATE;
     static constexpr bool VALUES = plain<V>() && (V::BANDED ? !V::SPARSE : V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS == Shape::D && !V::ROTATE);

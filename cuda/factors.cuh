@@ -90,15 +90,15 @@ struct ProjectedFactors {
         segment = wanted;
         const __half* factors = right_factors<K>(at, at.params.key, wanted);
         auto column = [&](int channel) {  // r of two channels
-            const __half low = at.r < K::RANK ? factors[channel * K::RANK + at.r] : __half(0.f), high = at.r < K::RANK ? factors[(channel + 1) * K::RANK + at.r] : __half(0.f);
+            const __half low = at.r < K::RANK ? factors[channel * K::RANK + at.r] : __half(0.f);
+            const __half high = at.r < K::RANK ? factors[(channel + L::NEXT_CHANNEL) * K::RANK + at.r] : __half(0.f);
             return as_bits(__halves2half2(low, high));
         };
         float sum[NT][4];
         fill<L>(sum, 0.f);
 #pragma unroll
         for (int s = 0; s < L::SHARE; ++s) {
-            const int channel = 8 * at.step(s) + 2 * at.c;
-            const unsigned a[4] = {column(channel), 0u, column(D / 2 + channel), 0u};
+            const unsigned a[4] = {column(L::key_channel(at.step(s), 0, at.c)), 0u, column(L::key_channel(at.step(s), 1, at.c)), 0u};
             query.multiply_paged(a, operand, s, sum);
         }
 #pragma unroll
@@ -155,6 +155,8 @@ struct ValueFactors {
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
         if (most == 0.f) return;
+        // What the output counts where values are codes (Values::restore).
+        const float first = L::VALUE_CODED ? most / at.floats(L::SPACING)[2] : most, second = L::VALUE_CODED ? first * UPPER<L::VALUE_BITS> : most;
         unsigned b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -171,7 +173,7 @@ struct ValueFactors {
                 float sum[4] = {0.f, 0.f, 0.f, 0.f};
                 mma(sum, a, b[n][0], b[n][1]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], most, softmax.out[u][n][e]);
+                for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], e < 2 ? first : second, softmax.out[u][n][e]);
             }
         }
     }

@@ -3,7 +3,8 @@
 // The table holds, for every value of a few bits, the numbers that these bits stand for, in shared memory, once for every lane (or half-warp
 // where an entry is 8 bytes), so that look-ups never meet in a bank. Where shared memory's bandwidth is short (Layout::permuted), that of codes of 2 and
 // 3 bits is in registers while tiles are worked on, low bytes of its numbers and high ones apart: a byte permutation looks up a byte of
-// four codes at once, which nibbles select. The order of the numbers is that of artifacts/order.py.
+// four codes at once, which nibbles select. Where numbers are evenly spaced and scales can be taken elsewhere (Layout::KEY_CODED, VALUE_CODED), codes are operands
+// as they are, and there is no table. The order of the numbers is that of artifacts/order.py.
 #pragma once
 
 #include "bands.cuh"
@@ -76,22 +77,12 @@ struct TablePlace : Table<BITS, PERMUTED> {
     }
 };
 
-// The words of one lane in RUNS runs, interleaved over the warp as `word_order` says. T: TablePlace.
-template <int BITS, int RUNS, typename T>
-struct LaneWords {
-    struct Permuted {
-        uint4 table;  // low bytes, high bytes
-    };
-    using Base = typename Either<T::PERMUTED, Permuted, unsigned>::Type;
-    static constexpr int TABLE = T::AT, COUNT = RUNS * BITS;
+// The words of one lane in RUNS runs, interleaved over the warp as `word_order` says.
+template <int BITS, int RUNS>
+struct LoadedWords {
+    static constexpr int COUNT = RUNS * BITS;
     static constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
     unsigned words[COUNT];
-
-    // What `fragment` is given.
-    static __device__ __forceinline__ Base base(const unsigned char* shared, const unsigned char*, int lane) {
-        if constexpr (T::PERMUTED) return {*reinterpret_cast<const uint4*>(shared + TABLE)};
-        else return T::lane_base(lane);
-    }
 
     __device__ __forceinline__ void load(const unsigned char* tile, int lane) {
 #pragma unroll
@@ -107,6 +98,24 @@ struct LaneWords {
                 words[chunk] = *reinterpret_cast<const unsigned*>(from);
             }
         }
+    }
+};
+
+// They become numbers through a table. T: TablePlace.
+template <int BITS, int RUNS, typename T>
+struct LaneWords : LoadedWords<BITS, RUNS> {
+    static constexpr bool TOGETHER = false;  // several tiles go one after the other, and steps within them
+    struct Permuted {
+        uint4 table;  // low bytes, high bytes
+    };
+    using Base = typename Either<T::PERMUTED, Permuted, unsigned>::Type;
+    using LoadedWords<BITS, RUNS>::words;
+    static constexpr int TABLE = T::AT;
+
+    // What `fragment` is given.
+    static __device__ __forceinline__ Base base(const unsigned char* shared, const unsigned char*, int lane) {
+        if constexpr (T::PERMUTED) return {*reinterpret_cast<const uint4*>(shared + TABLE)};
+        else return T::lane_base(lane);
     }
 
     // Pair PAIR of the lane, of codes of 8 bits: two entries.
@@ -159,10 +168,82 @@ struct LaneWords {
     }
 };
 
+// They are operands: code c is c / CODES, a half too small to be normal, which products take as any other, and codes that share what they are taken from are left where they stand. In rows
+// r + 8 one counts UPPER times as much. Of keys, whose products may take a head's channels in any order (KEY), a register has a channel and its like of the next step, which stand 16 bits
+// apart: of two steps the first has even channels, the second odd ones, which count ODD times as much.
+constexpr float CODES = 16777216.f, ODD = 16.f;
+template <int BITS>
+constexpr float UPPER = BITS == 2 ? 4.f : 1.f;
+template <int BITS, int RUNS, bool KEY>
+struct CodedWords : LoadedWords<BITS, RUNS> {
+    static_assert(BITS >= 2 && BITS <= 4, "nibbles, or halves of them");
+    static constexpr bool TOGETHER = true;  // several tiles take each step together
+    struct Base {};
+    using LoadedWords<BITS, RUNS>::words;
+
+    static __device__ __forceinline__ Base base(const unsigned char*, const unsigned char*, int) { return {}; }
+
+    // First operand of step S.
+    template <int S>
+    __device__ __forceinline__ void fragment(Base, unsigned (&a)[4]) const {
+        if constexpr (KEY) of_two_steps<S / 2>(S % 2 ? 4 : 0, a);
+        else of_step<S>(a);
+    }
+
+    // A register from two words, or a word and what it is shifted.
+    static __device__ __forceinline__ unsigned take(unsigned word, unsigned mask, int shift) { return masked(word, mask << shift); }
+
+    template <int PAIR>
+    __device__ __forceinline__ void of_two_steps(int shift, unsigned (&a)[4]) const {
+        constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;
+        unsigned low, high;  // rows r and r + 8; in the low bytes of each half the first half of the head
+        if constexpr (BITS == 2) {
+            low = words[PAIR], high = words[PAIR];
+        } else {
+            const unsigned x = wide<2 * PAIR>(), y = wide<2 * PAIR + 1>();
+            low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
+        }
+        constexpr int ABOVE = BITS == 2 ? 2 : 0;
+        a[0] = take(low, MASK, shift), a[1] = take(high, MASK, shift + ABOVE);
+        a[2] = take(low >> 8, MASK, shift), a[3] = take(high >> 8, MASK, shift + ABOVE);
+    }
+
+    // Byte B of a word, in whose two nibbles neighbours' codes lie: one in each half.
+    template <int B>
+    static __device__ __forceinline__ unsigned apart(unsigned word) { return __byte_perm(word, word >> 4, B * 0x11u | (4 + B) * 0x1100u); }
+
+    // The lane's codes 8 S ... 8 S + 7.
+    template <int S>
+    __device__ __forceinline__ void of_step(unsigned (&a)[4]) const {
+        constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;
+        if constexpr (BITS == 2) {
+            constexpr int B = S % 2 * 2;
+            const unsigned first = apart<B>(words[S / 2]), second = apart<B + 1>(words[S / 2]);
+            a[0] = take(first, MASK, 0), a[1] = take(first, MASK, 2);
+            a[2] = take(second, MASK, 0), a[3] = take(second, MASK, 2);
+        } else {
+            const unsigned word = wide<S>();
+            a[0] = take(apart<0>(word), MASK, 0), a[2] = take(apart<1>(word), MASK, 0);
+            a[1] = take(apart<2>(word), MASK, 0), a[3] = take(apart<3>(word), MASK, 0);
+        }
+    }
+    template <int S>
+    __device__ __forceinline__ unsigned wide() const { return Codes<BITS>::wide(words + S / 4 * BITS, S % 4); }
+};
+
+template <bool CODED, bool KEY, int BITS, int RUNS, typename T>
+struct Words {
+    using Type = LaneWords<BITS, RUNS, T>;
+};
+template <bool KEY, int BITS, int RUNS, typename T>
+struct Words<true, KEY, BITS, RUNS, T> {
+    using Type = CodedWords<BITS, RUNS, KEY>;
+};
+
 // Those of N tiles.
 template <typename Words, int N>
 struct TileWords {
-    static constexpr bool TOGETHER = false;  // goes through tiles, and steps within them
+    static constexpr bool TOGETHER = Words::TOGETHER;
     using Base = typename Words::Base;
     Words words[N];
 

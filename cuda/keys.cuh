@@ -29,7 +29,12 @@ struct Keys {
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
-        if constexpr (K::BITS > 0) Table::fill(at.shared, values, 1.f / L::KEY_SPREAD);
+        if constexpr (L::KEY_CODED) {
+            // Of keys that are turned, what turns them says so.
+            if (!L::ROPE && threadIdx.x == 0) at.floats(L::SPACING)[0] = CODES * (values[1] - values[0]), at.floats(L::SPACING)[1] = values[0];
+        } else if constexpr (K::BITS > 0) {
+            Table::fill(at.shared, values, 1.f / L::KEY_SPREAD);
+        }
     }
 
     // Once a head: asks for its scales; `load` follows when nobody reads those of the last one any more.
@@ -39,7 +44,7 @@ struct Keys {
     __device__ __forceinline__ void load() {
         of_head.load(at.shared + L::KEY_BANDS, [&](int i, float scale, float zero) {
             if constexpr (L::KEYS_MENDED) put_mended(i, scale * L::KEY_SPREAD, zero);
-            else if constexpr (L::FLOAT_CHANNELS) at.floats(L::KEY_SCALE)[i] = scale * L::KEY_SPREAD, at.floats(L::KEY_ZERO)[i] = zero;
+            else if constexpr (L::FLOAT_CHANNELS) at.floats(L::KEY_SCALE)[i] = scale * L::KEY_SPREAD, at.floats(L::KEY_ZERO)[i] = L::KEY_CODED ? fmaf(at.floats(L::SPACING)[1], scale, zero) : zero;
             else at.halves(L::KEY_SCALE)[i] = to_half(scale), at.halves(L::KEY_ZERO)[i] = to_half(zero);
         });
         factors.reset();
@@ -54,11 +59,11 @@ struct Keys {
         else if (scale < 1.f) size = 1.f, rest = scale;
         if constexpr (L::KEY_FLOATS) at.floats(L::KEY_SCALE)[channel] = size, at.floats(L::KEY_ZERO)[channel] = zero;
         at.floats(L::KEY_INVERSE)[in_index_order(channel)] = 1.f / size;
-        at.halves(L::KEY_REST)[in_channel_order(channel)] = to_half(rest);
+        at.halves(L::KEY_REST)[in_register_order(channel)] = to_half(rest);
     }
 
-    // Where a channel stands in artifacts/order.py's channel_order.
-    static __device__ __forceinline__ int in_channel_order(int channel) {
+    // Where a channel stands in the order of a lane's registers, step by step (Channels::channel_at).
+    static __device__ __forceinline__ int in_register_order(int channel) {
         const int f = channel % (D / 2);
         return 32 * (f / 16) + 8 * (f % 8 / 2) + 4 * (f / 8 % 2) + 2 * (channel / (D / 2)) + f % 2;
     }
@@ -82,6 +87,9 @@ struct Keys {
     __device__ __forceinline__ void ask() {
         if constexpr (L::ROPE) {
             const uint4* const of_head_turns = at.params.turns + at.head * at.params.turns_head;
+            if constexpr (L::KEY_CODED) {
+                if (threadIdx.x == 0) copy_async<4>(shared_address(at.floats(L::SPACING)), at.params.units + at.head);
+            }
             if constexpr (L::TURNS_SHARED) copy<0, 2>(of_head_turns, L::TURN_FACTORS);
             if constexpr (L::CHANNELS_FOLDED) copy<2, 1>(of_head_turns, L::ZERO_KEYS);
             copy_commit();
@@ -108,12 +116,13 @@ struct Keys {
         else return turning[s];
     }
 
-    // Scores of the tiles in `stages` for all columns, of which its phase's count.
+    // Scores of the tiles in `stages`, from `phase` of the turn on, for all columns, of which its phase's count.
     template <int N>
-    __device__ __forceinline__ void scores(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
+    __device__ __forceinline__ void scores(const unsigned char* const (&stages)[N], int turn, int phase, float (&score)[N][NT][4]) {
 #pragma unroll
         for (int n = 0; n < N; ++n) fill<L>(score[n], 0.f);
-        if constexpr (L::KEY_CODES || K::RANK > 0 || L::KEY_OUTLIERS) dense(stages, turn, score);
+        if constexpr (L::KEY_CODED) coded(stages, turn, phase, score);
+        else if constexpr (L::KEY_CODES || K::RANK > 0 || L::KEY_OUTLIERS) dense(stages, turn, score);
 #pragma unroll
         for (int n = 0; n < N; ++n) finish(stages[n], score[n]);
     }
@@ -157,6 +166,102 @@ struct Keys {
         }
     }
 
+    // Keys that are codes as they stand, but for RoPE. Scales of pages' channels multiply the query, once for all tiles of the batch.
+    template <int N>
+    __device__ __forceinline__ void coded(const unsigned char* const (&stages)[N], int turn, int phase, float (&score)[N][NT][4]) {
+        using Tiles = typename L::template KeyTiles<N>;
+        Tiles codes;
+        float sums[N][2][NT][4];  // two, so that a product need not wait for the one before
+        unsigned left[N][2];
+        PageScales<N> scales(at, stages, phase);
+        typename Turning::Factors turns_of_step;
+        (void)left, (void)turns_of_step;
+        const float units = at.floats(L::SPACING)[0];
+        each_step<Tiles::TOGETHER, SHARE, N>(
+            [&](int n) {
+                fill<L>(sums[n][0], 0.f);
+                fill<L>(sums[n][1], 0.f);
+                codes.load(n, stages[n], at.lane);
+                if constexpr (K::RANK > 0) {
+                    const __half* factors_of_tile = reinterpret_cast<const __half*>(stages[n] + KeyStage::LEFT);
+                    factors.open(at, query, query.paged(turn), stages[n] + KeyStage::SEGMENT);
+                    left[n][0] = factor_pair<K::RANK>(factors_of_tile, at.r, at.c), left[n][1] = factor_pair<K::RANK>(factors_of_tile, at.r + 8, at.c);
+                    factors.add_scores(left[n], score[n]);
+                }
+            },
+            [&](auto step, int n) {
+                constexpr int S = decltype(step)::value;
+                unsigned a[4];
+                codes.template fragment<S>({}, n, a);
+                if constexpr (L::KEY_PAGES_SCALED) {
+                    if (n == 0) scales.template take<S>(query.step(query.paged(turn), S));
+                    mma(sums[n][S % 2][0], a, scales.query.x, scales.query.y);
+                } else {
+                    if constexpr (L::ROPE) {
+                        if (n == 0) turns_of_step = factors_of(S);
+                        Turning::turn(turns_of_step, a);
+                    }
+                    query.multiply_paged(a, query.paged(turn, L::STACK > 1 ? n : 0), S, sums[n][S % 2]);
+                }
+            },
+            [&](int n) {
+                if constexpr (L::KEY_PAGES_SCALED) {
+                    if (n == 0) scales.finish(phase, at.floats(L::SPACING)[1]);
+                }
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    score[n][0][e] = fmaf(fmaf(sums[n][1][0][e], 1.f / ODD, sums[n][0][0][e]), L::ROPE || e < 2 ? units : units / UPPER<L::KEY_BITS>, score[n][0][e]);
+                    if constexpr (L::KEY_PAGES_SCALED) score[n][0][e] += scales.zero[e % 2];
+                }
+            });
+    }
+
+    // Scales and zero points of the channels of N tiles, each of which has columns of its own. Zero points and scales meet the query as rows of one operand: of tile i row i has its zero points,
+    // row N + i its scales.
+    template <int N>
+    struct PageScales {
+        const Place<C>& at;
+        const unsigned char *of_column, *of_row;
+        const bool has_row;
+        uint4 now, row;  // of two steps
+        uint2 query;     // a step's, scaled
+        float sums[2][4], zero[2];
+
+        __device__ __forceinline__ PageScales(const Place<C>& place, const unsigned char* const (&stages)[N], int phase)
+            : at(place), of_column(stages[0]), of_row(stages[0]), has_row(at.r < N ? K::ZERO >= 0 : at.r < 2 * N), sums{}, zero{} {
+            if constexpr (!L::KEY_PAGES_SCALED) return;
+            if (N > 1 && tile_of(at.r, phase)) of_column = stages[N - 1];
+            if (N > 1 && at.r % N) of_row = stages[N - 1];
+            of_column += KeyStage::SCALE + at.c * 16, of_row += (at.r < N ? KeyStage::ZERO : KeyStage::SCALE) + at.c * 16;
+        }
+        // Which of the tiles has a column; any, if none has.
+        static __device__ __forceinline__ int tile_of(int column, int phase) { return min(max(L::phase_of(column) - phase, 0), N - 1); }
+
+        // Scales the query's operand of step S, one after the other. What a lane has of two steps' zero points (or scales) is one operand: its rows r meet the first step's query, its rows
+        // r + 8 the second's, and the other halves of the sums mean nothing.
+        template <int S>
+        __device__ __forceinline__ void take(uint2 of_step) {
+            static_assert(N <= 2, "one tile or two");
+            if constexpr (S % 2 == 0) {
+                now = *reinterpret_cast<const uint4*>(of_column + S / 2 * 64);
+                row = make_uint4(0u, 0u, 0u, 0u);
+                if (has_row) row = *reinterpret_cast<const uint4*>(of_row + S / 2 * 64);
+            }
+            const unsigned a[4] = {row.x, row.y, row.z, row.w};
+            mma(sums[S % 2], a, of_step.x, of_step.y);
+            query = make_uint2(mul2(of_step.x, S % 2 ? now.y : now.x), mul2(of_step.y, S % 2 ? now.w : now.z));
+        }
+        // What zero points, and scales times the origin, add to the lane's columns.
+        __device__ __forceinline__ void finish(int phase, float origin) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float sum = sums[0][e] + sums[1][2 + e];
+                const int from = 4 * tile_of(2 * at.c + e, phase) + at.c;
+                zero[e] = fmaf(origin, __shfl_sync(~0u, sum, from + 4 * N), __shfl_sync(~0u, sum, from));
+            }
+        }
+    };
+
     template <int N>
     __device__ __forceinline__ void dense(const unsigned char* const (&stages)[N], int turn, float (&score)[N][NT][4]) {
         static_assert(L::STACK == 1 || N == L::STACK, "all tiles that share columns together");
@@ -193,8 +298,8 @@ struct Keys {
                     if constexpr (L::KEYS_MENDED && S % 2 == 0) scales[n] = *reinterpret_cast<const uint4*>(at.shared + L::KEY_REST + at.part * (2 * D / L::PARTS) + (S / 2 * 4 + at.c) * 16);
                     if constexpr (CHANNELS && !L::FLOAT_CHANNELS && S % 2 == 0) {
                         const int from = (S / 2 * 4 + at.c) * 16;
-                        scales[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
-                        zeros[n] = *reinterpret_cast<const uint4*>(channels(stages[n], KeyStage::ZERO, L::KEY_ZERO) + from);
+                        scales[n] = of_two_steps(channels(stages[n], KeyStage::SCALE, L::KEY_SCALE) + from);
+                        zeros[n] = of_two_steps(channels(stages[n], KeyStage::ZERO, L::KEY_ZERO) + from);
                     }
                     if constexpr (!L::KEY_WIDE) scale<S>(stages[n], scales[n], zeros[n], a);
                 }
@@ -250,6 +355,13 @@ struct Keys {
     // Scales or zero points of channels: the page's own or the bundle's.
     __device__ __forceinline__ const unsigned char* channels(const unsigned char* stage, int of_page, int of_bundle) const {
         return K::SCALES == Scales::CHANNEL_PAGE ? stage + of_page : at.shared + of_bundle + at.part * (2 * D / L::PARTS);
+    }
+
+    // A lane's channels of two steps, step by step; in pages they stand as codes do that are taken from two steps at once (artifacts/order.py: channel_order).
+    static __device__ __forceinline__ uint4 of_two_steps(const unsigned char* from) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from);
+        if constexpr (K::SCALES != Scales::CHANNEL_PAGE) return x;
+        return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x7632));
     }
 
     // Scales and zero points of the registers of step S.

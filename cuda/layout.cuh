@@ -105,9 +105,16 @@ struct Layout {
     static constexpr bool VALUE_FOLDED = V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
     static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
+    // Codes of evenly spaced numbers are operands as they are, and there is no table, where scales can be taken elsewhere: those of pages' channels multiply the query, those of all
+    // pages' what turns keys or the query, those of tokens probabilities, of several groups of channels each group's. Zero points and origins are sums apart.
+    static constexpr bool KEY_CODED = K::EVEN && !BYTES && NT == 1 && !KEY_OUTLIERS && (CHANNELS_FOLDED ? !ROPE || (Rope<K, D>::LOCAL && !K::INTERLEAVED) : K::SCALES == Scales::CHANNEL_PAGE && !ROPE && PHASES > 1);
+    static constexpr bool KEY_PAGES_SCALED = KEY_CODED && K::SCALES == Scales::CHANNEL_PAGE;
+    static constexpr int VALUE_GROUPS = V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS % 16 == 0 ? (D / PARTS + V::SCALE_CHANNELS - 1) / V::SCALE_CHANNELS : 0;  // of a warp
+    static constexpr bool VALUE_CODED = V::EVEN && !BYTES && NT == 1 && !VALUE_OUTLIERS && (VALUE_FOLDED || (VALUE_GROUPS > 0 && VALUE_GROUPS <= 4));
+    static constexpr bool VALUE_GROUPED = VALUE_CODED && !VALUE_FOLDED;
     // Where scales are floats, the tables' numbers are divided by the codebook's SPREAD, so that they are not rounded, and scales multiplied.
-    static constexpr float KEY_SPREAD = !BYTES && (CHANNELS_FOLDED || KEY_WIDE || KEY_FOLDED) ? K::SPREAD : 1.f;
-    static constexpr float VALUE_SPREAD = !BYTES && (VALUE_FOLDED || VALUE_RESTORED) ? V::SPREAD : 1.f;
+    static constexpr float KEY_SPREAD = !BYTES && !KEY_CODED && (CHANNELS_FOLDED || KEY_WIDE || KEY_FOLDED) ? K::SPREAD : 1.f;
+    static constexpr float VALUE_SPREAD = !BYTES && !VALUE_CODED && (VALUE_FOLDED || VALUE_RESTORED) ? V::SPREAD : 1.f;
     static constexpr bool VALUE_RAW = V::BANDED && VALUE_SCALED_LATE && !BYTES;  // bytes of bands are left as they are
     static constexpr bool SHIFTED = K::CENTER || (CHANNELS_FOLDED && !ROPE);  // a row's scores, by the same number
     static constexpr bool TURNS_SHARED = Limits<C>::TURNS_SHARED;  // what turns keys is read from shared memory, once for all tiles that are worked on together
@@ -119,7 +126,7 @@ struct Layout {
     static constexpr int STACK = C::STACK, TURN_TILES = PHASES * STACK;  // tiles of a turn
     static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
-    static constexpr int BATCH = TURN_TILES > 1 && (WARPS <= 8 || TURNS_SHARED) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
+    static constexpr int BATCH = TURN_TILES > 1 && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || !KEY_CODES) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place
@@ -133,13 +140,13 @@ struct Layout {
     static constexpr bool permuted(int bits) { return BYTES ? bits == 3 : !ALONE && (K::SPARSE || V::SPARSE) && (bits == 2 || bits == 3); }
     template <int BITS>
     using TableOf = Table<BITS, permuted(BITS)>;
-    static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
-    static constexpr int KEY_TABLE_BYTES = K::BITS ? TableOf<KEY_BITS>::BYTES : 0;
-    static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES ? TableOf<VALUE_BITS>::BYTES : 0;
+    static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && !KEY_CODED && !VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
+    static constexpr int KEY_TABLE_BYTES = K::BITS && !KEY_CODED ? TableOf<KEY_BITS>::BYTES : 0;
+    static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES && !VALUE_CODED ? TableOf<VALUE_BITS>::BYTES : 0;
     using KeyTable = TablePlace<KEY_BITS, permuted(KEY_BITS), 0, TABLES_SHARE ? 256 : TableOf<KEY_BITS>::COPIES_BYTES>;
     using ValueTable = TablePlace<VALUE_BITS, permuted(VALUE_BITS), TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : TableOf<VALUE_BITS>::COPIES_BYTES>;
-    using KeyWords = LaneWords<KEY_BITS, RUNS, KeyTable>;
-    using ValueWords = LaneWords<VALUE_BITS, RUNS, ValueTable>;
+    using KeyWords = typename Words<KEY_CODED, true, KEY_BITS, RUNS, KeyTable>::Type;
+    using ValueWords = typename Words<VALUE_CODED, false, VALUE_BITS, RUNS, ValueTable>::Type;
     // Of a side's tiles that are worked on together.
     template <int N>
     using KeyTiles = typename CodeWords<(K::BANDED > 0), false, KeyWords>::template Of<N>;
@@ -158,8 +165,8 @@ struct Layout {
     static constexpr int SHIFT = OUTLIER_FACTORS + (K::OUTLIER_SKETCH ? FACTOR_BYTES * (ALONE ? WARPS : 1) : 0);  // f32 [COLUMNS]: query times mean, of each warp if they are alone, like the sum
     static constexpr int QUERY_SUM = SHIFT + COLUMNS * 4 * (ALONE ? WARPS : 1);                      // f32 [COLUMNS]
     static constexpr int KEY_SCALE = (QUERY_SUM + COLUMNS * 4 * (ALONE ? WARPS : 1) + 15) / 16 * 16;  // f32 [D], also zero; where a
-    static constexpr int KEY_ZERO = KEY_SCALE + (KEY_FLOATS ? 4 * D : 0);   // tile needs them, f16 in channel_order
-    // Of folded channels with outliers: f32 [STEPS][32] one over scales (keys.cuh: in_index_order), f16 [D] in channel_order what is left of scales.
+    static constexpr int KEY_ZERO = KEY_SCALE + (KEY_FLOATS ? 4 * D : 0);   // tile needs them, f16 in the order of registers
+    // Of folded channels with outliers: f32 [STEPS][32] one over scales (keys.cuh: in_index_order), f16 [D] in the order of registers what is left of scales.
     static constexpr int KEY_INVERSE = KEY_ZERO + (KEY_FLOATS ? 4 * D : 0);
     static constexpr int KEY_REST = KEY_INVERSE + (KEYS_MENDED ? 128 * STEPS : 0);
     static constexpr int ZERO_KEYS = KEY_REST + (KEYS_MENDED ? 2 * D : 0);  // f16 first operands [TILES]
@@ -170,7 +177,8 @@ struct Layout {
     static_assert(sizeof(Band) == 32, "32 bytes for 32 channels");
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
-    static constexpr int EXCHANGE = VALUE_BANDS + (V::BANDED ? D : 0);
+    static constexpr int SPACING = VALUE_BANDS + (V::BANDED ? D : 0);  // f32 [2][2]: of keys and values that are codes, what a step between these counts in sums, and the numbers' origin
+    static constexpr int EXCHANGE = SPACING + (KEY_CODED || VALUE_CODED ? 16 : 0);
     static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [ROWS][TEAMS] maximum, sum; of warps that are not alone
     // A chunk is 32 sequences. Of warps alone where each begins, s64 [MOST_CHUNKS + 1]; else what is known of one, and of 32 heads: LineChunk.
     static constexpr int MOST_CHUNKS = 256, CHUNKS = (STATE + (ALONE ? 0 : ROWS * TEAMS * 8) + 15) / 16 * 16;
@@ -196,6 +204,11 @@ struct Layout {
 
     // The channel of row r (upper: r + 8) of an output's step.
     static __device__ __forceinline__ int channel_of(int step, int upper, int r) { return WIDE_VALUES ? step / 2 * 32 + r / 2 * 8 + step % 2 * 4 + upper * 2 + r % 2 : 16 * step + 8 * upper + r; }
+
+    // Where a lane finds two of its channels in an operand of keys' step s, the first one's number and the second's: columns 2c and 2c + 1 (upper: those 8 later). Where keys are codes, a
+    // channel and its like of the next step (CodedWords).
+    static __device__ __forceinline__ int key_channel(int s, int upper, int c) { return upper * (D / 2) + (KEY_CODED ? s / 2 * 16 + s % 2 : 8 * s) + 2 * c; }
+    static constexpr int NEXT_CHANNEL = KEY_CODED ? 8 : 1;
 
     // Phase and row of a column.
     static __device__ __forceinline__ int phase_of(int column) { return NT == 1 ? column / PITCH : 0; }
@@ -394,6 +407,10 @@ constexpr int rows_that_fit() {
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
+// What runtime/turns.py makes for it: 0: nothing, 1: what turns keys' numbers, 2: their codes.
+template <typename L>
+constexpr int turns_of() { return !L::ROPE || L::BYTES ? 0 : L::KEY_CODED ? 2 : 1; }
+
 // Warps are alone if the shape asks for it and that fits; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
 template <typename Shape, bool ALONE = Shape::ALONE && AloneChoices::FITS<Fitted<Shape, Shape::ROWS, 1, true>>>
 struct Plan {
@@ -403,7 +420,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
+    static constexpr int TURNS = turns_of<Layout<Config>>();
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
@@ -414,7 +431,7 @@ struct Plan<Shape, true> {
     using Config = typename AloneChoices::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
+    static constexpr int TURNS = turns_of<Layout<Config>>();
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 

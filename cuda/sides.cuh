@@ -13,7 +13,8 @@
 //                   OUTLIER_...: the same for the outlier channels' own sketch. UNBIASING: the constant c
 //   UNIT, ORIGIN    numbers of the codebook are ORIGIN and a whole number of UNITs, one byte; UNIT 0: they are not, or the model's
 //                   RoPE does not let pages go by bytes (runtime/units.py: fits_bytes)
-//   EVEN            1: numbers of the codebook are evenly spaced, its first two say how (then UNIT is 0), and pages may go by bytes
+//   EVEN            1: numbers of the codebook, of 2 to 4 bits, are evenly spaced, its first two say how (then UNIT is 0)
+//   SMOOTH          1: the model's RoPE lets pages go by bytes
 //   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
 //   CENTER, ROTATE  not 0 where pages hold (x - mean) P; 2: each head has a matrix of its own
 //   SINKS, RECENT   of the window
@@ -47,7 +48,7 @@ __device__ __forceinline__ int scale_place(int token, int channel) {
         const int row = token / S::SCALE_TOKENS * D;
         if (VALUES) return row + channel;
         const int half = channel / (D / 2), step = channel % (D / 2) / 8;
-        return row + (step / 2 * 4 + channel % 8 / 2) * 8 + step % 2 * 4 + half * 2 + channel % 2;
+        return row + (step / 2 * 4 + channel % 8 / 2) * 8 + half * 4 + channel % 2 * 2 + step % 2;
     } else if constexpr (S::SCALES == Scales::TOKEN && !S::SCALE_IN_RECORD) {  // else all heads share it
         const int group = channel / S::SCALE_CHANNELS;
         return VALUES ? group * S::T + token : token * (D / S::SCALE_CHANNELS) + group;

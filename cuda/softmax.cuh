@@ -16,6 +16,7 @@ struct Softmax {
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
     float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
+    float grouped[4];         // probabilities times tokens' zero points, r < 4 by columns, and scales, of group r % 4 (Layout::VALUE_GROUPED)
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
 
@@ -25,7 +26,7 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 2; ++e) maximum[n][e] = minus_infinity(), sum[n][e] = 0.f, zeros[n][e] = 0.f;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) low[n][e] = 0.f;
+            for (int e = 0; e < 4; ++e) low[n][e] = grouped[e] = 0.f;
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
@@ -38,7 +39,7 @@ struct Softmax {
     // scale leaves room for scales of thousands.
     template <int S>  // tiles that share columns
     __device__ __forceinline__ void soften(float (&score)[S][NT][4]) {
-        constexpr float SLACK = L::VALUE_FOLDED ? 3.f : 8.f;
+        constexpr float SLACK = L::VALUE_FOLDED || L::VALUE_GROUPED ? 3.f : 8.f;
         bool over = false;
 #pragma unroll
         for (int s = 0; s < S; ++s) {
@@ -108,6 +109,7 @@ struct Softmax {
                 sum[n][e] *= factor[n][e];
                 zeros[n][e] *= factor[n][e];
                 if constexpr (V::RANK > 0) low[n][e] *= factor[n][e];
+                if constexpr (L::VALUE_GROUPED) grouped[e] *= factor[0][e];
             }
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {
@@ -171,7 +173,7 @@ struct Softmax {
             add_phases(sum[0][0], sum[0][1]);
         }
     }
-    static constexpr bool ZEROS = L::VALUE_FOLDED && V::ZERO >= 0;
+    static constexpr bool ZEROS = L::VALUE_FOLDED && (V::ZERO >= 0 || L::VALUE_CODED);
 
     // Outputs of a row and the next one: of step u, upper or lower channels, column block n.
     __device__ __forceinline__ float2 joined(const float (&weights)[NT][2], int u, int n, int upper) const {

@@ -153,7 +153,7 @@ struct TilePages {
                     const unsigned char* tiles[B];
 #pragma unroll
                     for (int i = 0; i < B; ++i) tiles[i] = stages + tile_at(i, p, live) * L::STAGE_BYTES;
-                    keys.scores(tiles, turn, of_tiles);
+                    keys.scores(tiles, turn, p, of_tiles);
                 } else {
 #pragma unroll
                     for (int i = 0; i < B; ++i) exact.scores(typename Exact<C>::template Vectors<true>(at), exact.kept(exact.pair_at(token + tile_at(i, p, live) * HOP * T, at.length)), of_tiles[i]);

@@ -29,7 +29,11 @@ struct Values {
 
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
-        if constexpr (V::BITS > 0) Table::fill(at.shared, values, 1.f / L::VALUE_SPREAD);
+        if constexpr (L::VALUE_CODED) {
+            if (threadIdx.x == 0) at.floats(L::SPACING)[2] = CODES * (values[1] - values[0]), at.floats(L::SPACING)[3] = values[0];
+        } else if constexpr (V::BITS > 0) {
+            Table::fill(at.shared, values, 1.f / L::VALUE_SPREAD);
+        }
     }
 
     // Once a head, as keys; a barrier follows `load`.
@@ -57,10 +61,11 @@ struct Values {
             const unsigned char* stage = stages + phase * L::STAGE_BYTES;
             const int token = at.r + e / 2 * 8;
             const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]) * L::VALUE_SPREAD;
-            const float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
+            float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
+            if constexpr (L::VALUE_CODED) zero = fmaf(at.floats(L::SPACING)[3], scale, zero);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                if constexpr (V::ZERO >= 0) softmax.zeros[n][e % 2] += p[n][e] * zero;
+                if constexpr (Softmax<C>::ZEROS) softmax.zeros[n][e % 2] += p[n][e] * zero;
                 p[n][e] *= scale;
             }
         }
@@ -72,10 +77,11 @@ struct Values {
         using Tiles = typename L::template ValueTiles<N>;
         Tiles codes;
         const typename Tiles::Base table = Tiles::base(at.shared, at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
-        unsigned b[N][NT][2];
+        unsigned b[N][NT][2], of_group[N][NT][2];
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 softmax.of_phase(scaled[stacked(n)], phase + n, b[n]);
+                if constexpr (L::VALUE_GROUPED) add_grouped(stages[n], b[n][0]);
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (V::RANK > 0) {
                     unsigned p[NT][2];
@@ -90,7 +96,8 @@ struct Values {
                     codes.template fragment<U>(table, n, a);
                     scale<U>(stages[n], a);
                 }
-                softmax.add(U, a, b[n]);
+                if constexpr (L::VALUE_GROUPED && 16 * U % V::SCALE_CHANNELS == 0) take_group(stages[n], 16 * U / V::SCALE_CHANNELS, b[n][0], of_group[n][0]);
+                softmax.add(U, a, L::VALUE_GROUPED ? of_group[n] : b[n]);
             },
             [&](int n) {
                 if constexpr (L::VALUE_OUTLIERS) add_outliers(n, phase + n);
@@ -116,29 +123,69 @@ struct Values {
         outliers.template put<V>(at.params.value.records, stages + ValueStage::DIRECTORY, live, [](__half correction, unsigned, unsigned) { return correction; });
     }
 
+    // ---- values that are codes, whose tokens have scales of several groups of channels: groups first, then tokens 2c, 2c + 1 and those 8 later ----
+
+    static __device__ __forceinline__ unsigned pair_of(const unsigned char* of_groups, int group, int c, int half) {
+        return *reinterpret_cast<const unsigned*>(of_groups + group * (2 * TILE) + 4 * c + 16 * half);
+    }
+    // Probabilities times a group's scales.
+    __device__ __forceinline__ void take_group(const unsigned char* stage, int group, const unsigned (&p)[2], unsigned (&of_group)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) of_group[half] = mul2(p[half], pair_of(stage + ValueStage::SCALE, group, at.c, half));
+    }
+    // Probabilities times all groups' zero points and scales, which are rows of one operand.
+    __device__ __forceinline__ void add_grouped(const unsigned char* stage, const unsigned (&p)[2]) {
+        unsigned a[4] = {0u, 0u, 0u, 0u};
+        if (at.r % 4 < L::VALUE_GROUPS && (V::ZERO >= 0 || at.r >= 4)) {
+            const unsigned char* const of_groups = stage + (at.r < 4 ? ValueStage::ZERO : ValueStage::SCALE);
+            a[0] = pair_of(of_groups, at.r % 4, at.c, 0), a[2] = pair_of(of_groups, at.r % 4, at.c, 1);
+        }
+        mma(softmax.grouped, a, p[0], p[1]);
+    }
+
+    // Once, when all pages but no exact tokens are in the warp's sums.
+    __device__ __forceinline__ void restore() const {
+        if constexpr (L::VALUE_CODED) restore_codes();
+        if constexpr (L::VALUE_RESTORED && !L::BYTES) restore_channels();
+    }
+    __device__ __forceinline__ void restore_codes() const {
+        const float units = at.floats(L::SPACING)[2], origin = at.floats(L::SPACING)[3];
+        float zero[2] = {0.f, 0.f};
+#pragma unroll
+        for (int u = 0; u < SHARE; ++u) {
+            if constexpr (L::VALUE_GROUPED) {
+                const int group = 16 * u / V::SCALE_CHANNELS;
+#pragma unroll
+                for (int e = 0; e < 2 && 16 * u % V::SCALE_CHANNELS == 0; ++e) {
+                    zero[e] = fmaf(origin, __shfl_sync(~0u, softmax.grouped[e], 4 * (4 + group) + at.c), __shfl_sync(~0u, softmax.grouped[e], 4 * group + at.c));
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) softmax.out[u][0][e] = fmaf(softmax.out[u][0][e], e < 2 ? units : units / UPPER<L::VALUE_BITS>, zero[e % 2]);
+        }
+    }
+
     // Scales and zero points from the lane's first channel on.
     __device__ __forceinline__ const float2* channels() const { return reinterpret_cast<const float2*>(at.shared + L::VALUE_SCALE) + at.part * (16 * SHARE) + at.r; }
 
-    // Scales and zero points of channels, once, when all pages but no exact tokens are in the warp's sums.
-    __device__ __forceinline__ void restore() const {
-        if constexpr (L::VALUE_RESTORED && !L::BYTES) {
-            const float2* channels = this->channels();
+    // Scales and zero points of channels.
+    __device__ __forceinline__ void restore_channels() const {
+        const float2* channels = this->channels();
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float sum[2];
+        for (int n = 0; n < NT; ++n) {
+            float sum[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    sum[e] = softmax.sum[n][e];
+            for (int e = 0; e < 2; ++e) {
+                sum[e] = softmax.sum[n][e];
 #pragma unroll
-                    for (int mask = 4; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
-                }
+                for (int mask = 4; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
+            }
 #pragma unroll
-                for (int u = 0; u < SHARE; ++u) {
+            for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const float2 channel = channels[16 * u + e / 2 * 8];
-                        softmax.out[u][n][e] = fmaf(softmax.out[u][n][e], L::VALUE_SCALED_LATE ? channel.x : 1.f, channel.y * sum[e % 2]);
-                    }
+                for (int e = 0; e < 4; ++e) {
+                    const float2 channel = channels[16 * u + e / 2 * 8];
+                    softmax.out[u][n][e] = fmaf(softmax.out[u][n][e], L::VALUE_SCALED_LATE ? channel.x : 1.f, channel.y * sum[e % 2]);
                 }
             }
         }
@@ -147,7 +194,7 @@ struct Values {
     // a = scale * a + zero for channels 16 U ..., unless the probabilities are scaled instead.
     template <int U>
     __device__ __forceinline__ void scale(const unsigned char* stage, unsigned (&a)[4]) const {
-        if constexpr (L::VALUE_FOLDED || L::VALUE_SCALED_LATE) {
+        if constexpr (L::VALUE_FOLDED || L::VALUE_SCALED_LATE || L::VALUE_CODED) {
         } else if constexpr (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM) {
             const unsigned char* scales = stage + ValueStage::SCALE + 16 * U / V::SCALE_CHANNELS * (2 * TILE);
             const unsigned char* zeros = stage + ValueStage::ZERO + 16 * U / V::SCALE_CHANNELS * (2 * TILE);

@@ -68,9 +68,9 @@ def channels(d: int) -> list[int]:
     found = []
     for first in range(0, d // 16, 2):
         for c in range(4):
-            for step in (first, first + 1):
-                for half in (0, d // 2):
-                    found += [half + 8 * step + 2 * c, half + 8 * step + 2 * c + 1]
+            for half in (0, d // 2):
+                for e in (0, 1):
+                    found += [half + 8 * step + 2 * c + e for step in (first, first + 1)]
     return found
 
 
