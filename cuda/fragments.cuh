@@ -190,9 +190,10 @@ struct CodedWords : LoadedWords<BITS, RUNS> {
         else of_step<S>(a);
     }
 
-    // A register from two words, or a word and what it is shifted.
+    // What stands `shift` bits above the lowest ones of both halves; `masked`, or the compiler would shift first.
     static __device__ __forceinline__ unsigned take(unsigned word, unsigned mask, int shift) { return masked(word, mask << shift); }
 
+    // Of steps 2 PAIR and 2 PAIR + 1: even channels, or odd ones, which stand `shift` bits higher.
     template <int PAIR>
     __device__ __forceinline__ void of_two_steps(int shift, unsigned (&a)[4]) const {
         constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;

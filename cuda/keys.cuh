@@ -30,8 +30,7 @@ struct Keys {
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
         if constexpr (L::KEY_CODED) {
-            // Of keys that are turned, what turns them says so.
-            if (!L::ROPE && threadIdx.x == 0) at.floats(L::SPACING)[0] = CODES * (values[1] - values[0]), at.floats(L::SPACING)[1] = values[0];
+            if (threadIdx.x == 0) at.floats(L::SPACING)[0] = CODES * (values[1] - values[0]), at.floats(L::SPACING)[1] = values[0];
         } else if constexpr (K::BITS > 0) {
             Table::fill(at.shared, values, 1.f / L::KEY_SPREAD);
         }
@@ -87,9 +86,6 @@ struct Keys {
     __device__ __forceinline__ void ask() {
         if constexpr (L::ROPE) {
             const uint4* const of_head_turns = at.params.turns + at.head * at.params.turns_head;
-            if constexpr (L::KEY_CODED) {
-                if (threadIdx.x == 0) copy_async<4>(shared_address(at.floats(L::SPACING)), at.params.units + at.head);
-            }
             if constexpr (L::TURNS_SHARED) copy<0, 2>(of_head_turns, L::TURN_FACTORS);
             if constexpr (L::CHANNELS_FOLDED) copy<2, 1>(of_head_turns, L::ZERO_KEYS);
             copy_commit();
@@ -166,7 +162,7 @@ struct Keys {
         }
     }
 
-    // Keys that are codes as they stand, but for RoPE. Scales of pages' channels multiply the query, once for all tiles of the batch.
+    // Keys that are codes as they stand (CodedWords). Scales of pages' channels multiply the query, once for all tiles of the batch.
     template <int N>
     __device__ __forceinline__ void coded(const unsigned char* const (&stages)[N], int turn, int phase, float (&score)[N][NT][4]) {
         using Tiles = typename L::template KeyTiles<N>;
@@ -174,8 +170,7 @@ struct Keys {
         float sums[N][2][NT][4];  // two, so that a product need not wait for the one before
         unsigned left[N][2];
         PageScales<N> scales(at, stages, phase);
-        typename Turning::Factors turns_of_step;
-        (void)left, (void)turns_of_step;
+        (void)left;
         const float units = at.floats(L::SPACING)[0];
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
@@ -197,11 +192,7 @@ struct Keys {
                     if (n == 0) scales.template take<S>(query.step(query.paged(turn), S));
                     mma(sums[n][S % 2][0], a, scales.query.x, scales.query.y);
                 } else {
-                    if constexpr (L::ROPE) {
-                        if (n == 0) turns_of_step = factors_of(S);
-                        Turning::turn(turns_of_step, a);
-                    }
-                    query.multiply_paged(a, query.paged(turn, L::STACK > 1 ? n : 0), S, sums[n][S % 2]);
+                    query.multiply_paged(a, query.paged(turn), S, sums[n][S % 2]);
                 }
             },
             [&](int n) {
@@ -210,55 +201,52 @@ struct Keys {
                 }
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    score[n][0][e] = fmaf(fmaf(sums[n][1][0][e], 1.f / ODD, sums[n][0][0][e]), L::ROPE || e < 2 ? units : units / UPPER<L::KEY_BITS>, score[n][0][e]);
-                    if constexpr (L::KEY_PAGES_SCALED) score[n][0][e] += scales.zero[e % 2];
+                    score[n][0][e] = fmaf(fmaf(sums[n][1][0][e], 1.f / ODD, sums[n][0][0][e]), e < 2 ? units : units / UPPER<L::KEY_BITS>, score[n][0][e]);
+                    if constexpr (L::KEY_PAGES_SCALED) score[n][0][e] += scales.added[e % 2];
                 }
             });
     }
 
-    // Scales and zero points of the channels of N tiles, each of which has columns of its own. Zero points and scales meet the query as rows of one operand: of tile i row i has its zero points,
-    // row N + i its scales.
+    // Scales and zero points of the channels of N tiles, each of which has columns of its own. Zero points of tile i meet the query as row i of an operand. The query that is scaled is rounded,
+    // and the codes' origin counts as often as it does, so that what rounding takes away is lost around the middle of the numbers.
     template <int N>
     struct PageScales {
         const Place<C>& at;
         const unsigned char *of_column, *of_row;
-        const bool has_row;
         uint4 now, row;  // of two steps
         uint2 query;     // a step's, scaled
-        float sums[2][4], zero[2];
+        float zeros[2][4], origins[4], added[2];
 
         __device__ __forceinline__ PageScales(const Place<C>& place, const unsigned char* const (&stages)[N], int phase)
-            : at(place), of_column(stages[0]), of_row(stages[0]), has_row(at.r < N ? K::ZERO >= 0 : at.r < 2 * N), sums{}, zero{} {
+            : at(place), of_column(stages[0]), of_row(stages[0]), zeros{}, origins{}, added{} {
+            static_assert(N <= 2, "one tile or two");
             if constexpr (!L::KEY_PAGES_SCALED) return;
             if (N > 1 && tile_of(at.r, phase)) of_column = stages[N - 1];
             if (N > 1 && at.r % N) of_row = stages[N - 1];
-            of_column += KeyStage::SCALE + at.c * 16, of_row += (at.r < N ? KeyStage::ZERO : KeyStage::SCALE) + at.c * 16;
+            of_column += KeyStage::SCALE + at.c * 16, of_row += KeyStage::ZERO + at.c * 16;
         }
         // Which of the tiles has a column; any, if none has.
         static __device__ __forceinline__ int tile_of(int column, int phase) { return min(max(L::phase_of(column) - phase, 0), N - 1); }
 
-        // Scales the query's operand of step S, one after the other. What a lane has of two steps' zero points (or scales) is one operand: its rows r meet the first step's query, its rows
-        // r + 8 the second's, and the other halves of the sums mean nothing.
+        // Scales the query's operand of step S, one after the other. What a lane has of two steps' zero points is one operand: its rows r meet the first step's query, its rows r + 8 the
+        // second's, and the other halves of the sums mean nothing.
         template <int S>
         __device__ __forceinline__ void take(uint2 of_step) {
-            static_assert(N <= 2, "one tile or two");
+            constexpr unsigned ONES = 0x3C003C00u;
             if constexpr (S % 2 == 0) {
                 now = *reinterpret_cast<const uint4*>(of_column + S / 2 * 64);
                 row = make_uint4(0u, 0u, 0u, 0u);
-                if (has_row) row = *reinterpret_cast<const uint4*>(of_row + S / 2 * 64);
+                if (K::ZERO >= 0 && at.r < N) row = *reinterpret_cast<const uint4*>(of_row + S / 2 * 64);
             }
-            const unsigned a[4] = {row.x, row.y, row.z, row.w};
-            mma(sums[S % 2], a, of_step.x, of_step.y);
+            const unsigned a[4] = {row.x, row.y, row.z, row.w}, ones[4] = {ONES, ONES, ONES, ONES};
+            mma(zeros[S % 2], a, of_step.x, of_step.y);
             query = make_uint2(mul2(of_step.x, S % 2 ? now.y : now.x), mul2(of_step.y, S % 2 ? now.w : now.z));
+            mma(origins, ones, query.x, query.y);
         }
-        // What zero points, and scales times the origin, add to the lane's columns.
+        // What zero points and the origin add to the lane's columns.
         __device__ __forceinline__ void finish(int phase, float origin) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float sum = sums[0][e] + sums[1][2 + e];
-                const int from = 4 * tile_of(2 * at.c + e, phase) + at.c;
-                zero[e] = fmaf(origin, __shfl_sync(~0u, sum, from + 4 * N), __shfl_sync(~0u, sum, from));
-            }
+            for (int e = 0; e < 2; ++e) added[e] = fmaf(origin, origins[e], __shfl_sync(~0u, zeros[0][e] + zeros[1][2 + e], 4 * tile_of(2 * at.c + e, phase) + at.c));
         }
     };
 

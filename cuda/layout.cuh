@@ -105,12 +105,16 @@ struct Layout {
     static constexpr bool VALUE_FOLDED = V::SCALE_CHANNELS == D && (V::SCALES == Scales::TOKEN || V::SCALES == Scales::NORM);
     // Of the values' channels zero points come in the end, and scales, if no other part is in the sums.
     static constexpr bool VALUE_RESTORED = V::SCALES == Scales::CHANNEL_BUNDLE, VALUE_SCALED_LATE = VALUE_RESTORED && !V::SPARSE && !V::RANK;
-    // Codes of evenly spaced numbers are operands as they are, and there is no table, where scales can be taken elsewhere: those of pages' channels multiply the query, those of all
-    // pages' what turns keys or the query, those of tokens probabilities, of several groups of channels each group's. Zero points and origins are sums apart.
-    static constexpr bool KEY_CODED = K::EVEN && !BYTES && NT == 1 && !KEY_OUTLIERS && (CHANNELS_FOLDED ? !ROPE || (Rope<K, D>::LOCAL && !K::INTERLEAVED) : K::SCALES == Scales::CHANNEL_PAGE && !ROPE && PHASES > 1);
+    // Codes of evenly spaced numbers are operands as they are, and there is no table, where scales can be taken elsewhere: those of keys' channels multiply the query (of pages once for
+    // all tiles of a turn, so not where that has one), those of tokens probabilities, of several groups of channels each group's. Zero points and origins are sums apart. Keys that are
+    // turned are not: codes that count from 0 on are twice as large as numbers around 0, and as much would be rounded away more (docs/kernels-history.md, v30).
+    // Nor are values beside turned keys (it takes longer).
+    static constexpr bool CODED = !BYTES && NT == 1 && !ROPE;
+    static constexpr bool KEY_CODED = K::EVEN && CODED && !KEY_OUTLIERS && (CHANNELS_FOLDED || (K::SCALES == Scales::CHANNEL_PAGE && PHASES > 1));
     static constexpr bool KEY_PAGES_SCALED = KEY_CODED && K::SCALES == Scales::CHANNEL_PAGE;
-    static constexpr int VALUE_GROUPS = V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS % 16 == 0 ? (D / PARTS + V::SCALE_CHANNELS - 1) / V::SCALE_CHANNELS : 0;  // of a warp
-    static constexpr bool VALUE_CODED = V::EVEN && !BYTES && NT == 1 && !VALUE_OUTLIERS && (VALUE_FOLDED || (VALUE_GROUPS > 0 && VALUE_GROUPS <= 4));
+    // Of channels that share a token's scale. Not where several warps share a maximum, which each moves for large scales (Softmax::make_room).
+    static constexpr int VALUE_GROUPS = V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS % 16 == 0 && PARTS == 1 ? D / V::SCALE_CHANNELS : 0;
+    static constexpr bool VALUE_CODED = V::EVEN && CODED && !VALUE_OUTLIERS && (VALUE_FOLDED || (VALUE_GROUPS > 0 && VALUE_GROUPS <= 4));
     static constexpr bool VALUE_GROUPED = VALUE_CODED && !VALUE_FOLDED;
     // Where scales are floats, the tables' numbers are divided by the codebook's SPREAD, so that they are not rounded, and scales multiplied.
     static constexpr float KEY_SPREAD = !BYTES && !KEY_CODED && (CHANNELS_FOLDED || KEY_WIDE || KEY_FOLDED) ? K::SPREAD : 1.f;
@@ -124,9 +128,10 @@ struct Layout {
     static constexpr bool STACK_FITS = TURNS_SHARED ? RESIDENT <= 12 : RESIDENT <= 8 && !K::SPARSE && !V::SPARSE && Rope<K, D>::LOCAL;
     static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && STACK_FITS && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
     static constexpr int STACK = C::STACK, TURN_TILES = PHASES * STACK;  // tiles of a turn
-    static constexpr bool KEEPS_QUERY = !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
-    // Tiles that are worked on together, so that one's look-ups hide the other's; keys that go step by step have the factors of one segment at hand.
-    static constexpr int BATCH = TURN_TILES > 1 && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || !KEY_CODES) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
+    static constexpr bool KEEPS_QUERY = !KEY_PAGES_SCALED && !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
+    // Tiles that are worked on together, so that one's look-ups hide the other's, or with codes that share what scales the query; keys that go step by step have the factors of one
+    // segment at hand. Where warps are alone factors and two tiles' codes would not fit the registers.
+    static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place
@@ -407,10 +412,6 @@ constexpr int rows_that_fit() {
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
-// What runtime/turns.py makes for it: 0: nothing, 1: what turns keys' numbers, 2: their codes.
-template <typename L>
-constexpr int turns_of() { return !L::ROPE || L::BYTES ? 0 : L::KEY_CODED ? 2 : 1; }
-
 // Warps are alone if the shape asks for it and that fits; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
 template <typename Shape, bool ALONE = Shape::ALONE && AloneChoices::FITS<Fitted<Shape, Shape::ROWS, 1, true>>>
 struct Plan {
@@ -420,7 +421,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr int TURNS = turns_of<Layout<Config>>();
+    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
@@ -431,7 +432,7 @@ struct Plan<Shape, true> {
     using Config = typename AloneChoices::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr int TURNS = turns_of<Layout<Config>>();
+    static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };
 

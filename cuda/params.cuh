@@ -29,7 +29,6 @@ struct AttendParams {
     const int* lengths;   // [b] cached tokens, the new ones included
     const int* offsets;   // [b] position of token 0
     const uint4* turns;   // what turns keys by tokens' places, and first operands of turned zero points (runtime/turns.py): [heads][tiles][STEPS][3][32]
-    const float* units;   // of scores of keys that are turned codes, [heads], where those are
     const float* inv_freq;
     const unsigned char* functions;  // u8: what runtime/smooth.py makes, which ByteLayout begins with
     long long q_sequence, q_token, q_head;

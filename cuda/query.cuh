@@ -189,7 +189,8 @@ struct Query {
     // This warp's step s of the paged query, of one block of columns.
     __device__ __forceinline__ uint2 step(const unsigned* operand, int s) const {
         if constexpr (L::KEEPS_QUERY) return make_uint2(kept[s][0], kept[s][1]);
-        else return *reinterpret_cast<const uint2*>(operand + (at.step(s) / 2 * 32 + at.lane) * 4 + at.step(s) % 2 * 2);
+        const uint4 x = reinterpret_cast<const uint4*>(operand)[at.step(s) / 2 * 32 + at.lane];
+        return s % 2 ? make_uint2(x.z, x.w) : make_uint2(x.x, x.y);
     }
 
     // score += step s of the head, of a tile of keys, times an operand in shared memory.
@@ -234,20 +235,14 @@ struct PageAngles {
     // In a register, where there are some left: found anew they would take as long as the turning.
     static __device__ __forceinline__ int kept(int x) { return L::WARPS <= 8 ? rolled(x) : x; }
 
-    // Of a couple's four channels two and two are in one register, neighbours in whichever layout, or, where keys are codes, 8 apart.
-    __device__ __forceinline__ int first_pair(int k) const { return L::KEY_CODED ? couple(k) / 8 * 16 + couple(k) % 8 : 2 * couple(k); }
-    __device__ __forceinline__ int a_at(int k) const { return Pairs<K>::first_of(first_pair(k)); }
-    __device__ __forceinline__ int b_at(int k) const { return K::INTERLEAVED ? a_at(k) + 2 : Pairs<K>::second_of(first_pair(k)); }
+    // Of a couple's four channels two and two are neighbours, in whichever layout.
+    __device__ __forceinline__ int a_at(int k) const { return Pairs<K>::first_of(2 * couple(k)); }
+    __device__ __forceinline__ int b_at(int k) const { return K::INTERLEAVED ? a_at(k) + 2 : Pairs<K>::second_of(2 * couple(k)); }
     // Where a tile's columns begin, in words of a buffer.
     static __device__ __forceinline__ int of_tile(int tile) { return L::STACK > 1 ? tile * L::QUERY_WORDS : L::NT == 1 ? Query<C>::column_half(tile * L::PITCH) / 2 : 0; }
 
     __device__ __forceinline__ int couple(int k) const { return thread / SHARERS + k * THREADS; }
     __device__ __forceinline__ bool has(int k) const { return couple(k) < COUPLES && first_row < BY_ROW; }
-
-    static __device__ __forceinline__ float2 two(const float* at) {
-        if constexpr (L::KEY_CODED) return make_float2(at[0], at[L::NEXT_CHANNEL]);
-        return *reinterpret_cast<const float2*>(at);
-    }
 
     // unit: the group's first one, of `count`.
     __device__ __forceinline__ void start(int unit, int count) {
@@ -256,7 +251,7 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[first_pair(k) + i * L::NEXT_CHANNEL], L::TURN_TILES > BY_PHASE || count > L::TURN_TILES);
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::TURN_TILES > BY_PHASE || count > L::TURN_TILES);
             }
         }
     }
@@ -279,7 +274,7 @@ struct PageAngles {
 #pragma unroll
                 for (int more = 0; more < L::ROWS; more += BY_ROW) {  // from first_row on
                     if (L::ROWS % BY_ROW && first_row + more >= L::ROWS) break;
-                    const float2 a = two(q + more * L::D + a_at(k)), b = two(q + more * L::D + b_at(k));
+                    const float2 a = *reinterpret_cast<const float2*>(q + more * L::D + a_at(k)), b = *reinterpret_cast<const float2*>(q + more * L::D + b_at(k));
                     const float x[2] = {a.x, K::INTERLEAVED ? b.x : a.y}, y[2] = {K::INTERLEAVED ? a.y : b.x, b.y};
                     float u[2], v[2];
 #pragma unroll

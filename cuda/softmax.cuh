@@ -16,11 +16,13 @@ struct Softmax {
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
     float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
+    float above;              // what the largest score is above the running maximum when that moves: 0, but where tokens' groups have scales (`make_room`)
     float grouped[4];         // probabilities times tokens' zero points, r < 4 by columns, and scales, of group r % 4 (Layout::VALUE_GROUPED)
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
 
     __device__ __forceinline__ void reset() {
+        above = L::VALUE_GROUPED ? above_for(EXPONENT) : 0.f;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -36,10 +38,10 @@ struct Softmax {
     }
 
     // Scores to probabilities relative to the running maximum, which moves only when it must: 2^8 does no harm in half, and 2^3 times a token's
-    // scale leaves room for scales of thousands.
+    // scale leaves room for scales of thousands. Where probabilities meet scales as halves, which may be small, they fill the room that is left.
     template <int S>  // tiles that share columns
     __device__ __forceinline__ void soften(float (&score)[S][NT][4]) {
-        constexpr float SLACK = L::VALUE_FOLDED || L::VALUE_GROUPED ? 3.f : 8.f;
+        const float slack = L::VALUE_GROUPED ? SLACK + above : L::VALUE_FOLDED ? SLACK : 8.f;
         bool over = false;
 #pragma unroll
         for (int s = 0; s < S; ++s) {
@@ -47,7 +49,7 @@ struct Softmax {
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) over |= score[s][n][e] > maximum[n][e % 2] + SLACK;
+                for (int e = 0; e < 4; ++e) over |= score[s][n][e] > maximum[n][e % 2] + slack;
             }
         }
         if (__any_sync(~0u, over)) raise(score);
@@ -65,6 +67,28 @@ struct Softmax {
             }
         }
     }
+
+    static constexpr float SLACK = 3.f;
+    // Where tokens' groups have scales: how far above the running maximum, as powers of two, the largest score is when that moves, so that with SLACK and a scale below 2^(EXPONENT + 1) products
+    // stay below what a half holds. EXPONENT at first.
+    static constexpr int EXPONENT = 3;
+    static constexpr float above_for(int exponent) { return 15.f - SLACK - static_cast<float>(exponent); }
+    // Makes room for scales with so large an exponent. Returns what the probabilities of the turn at hand have to be multiplied by.
+    __device__ __forceinline__ float make_room(int exponent) {
+        const float less = above - above_for(exponent), factor = exp2_fast(-less);
+        above = above_for(exponent);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) maximum[0][e] += less, sum[0][e] *= factor;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            grouped[e] *= factor, low[0][e] *= factor;
+#pragma unroll
+            for (int u = 0; u < SHARE; ++u) out[u][0][e] *= factor;
+        }
+        return factor;
+    }
+    // The smallest exponent, in a half's place, of scales that there is no room for.
+    __device__ __forceinline__ unsigned too_large() const { return static_cast<unsigned>(static_cast<int>(15.f - SLACK - above) + 16) << 10; }
 
     // Bends scores to between -cap and cap: cap * tanh(x / cap), without tokens that are masked.
     __device__ __forceinline__ void cap(float (&score)[NT][4]) const {
@@ -100,7 +124,7 @@ struct Softmax {
                 for (int s = 1; s < S; ++s) top = fmaxf(top, fmaxf(score[s][n][e], score[s][n][e + 2]));
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-                highest[n][e] = fmaxf(top, maximum[n][e]);
+                highest[n][e] = fmaxf(top - above, maximum[n][e]);
             }
 #pragma unroll
             for (int e = 0; e < 2; ++e) {

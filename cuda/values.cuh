@@ -61,13 +61,17 @@ struct Values {
             const unsigned char* stage = stages + phase * L::STAGE_BYTES;
             const int token = at.r + e / 2 * 8;
             const float scale = __half2float(reinterpret_cast<const __half*>(stage + ValueStage::SCALE)[token]) * L::VALUE_SPREAD;
-            float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
-            if constexpr (L::VALUE_CODED) zero = fmaf(at.floats(L::SPACING)[3], scale, zero);
+            const float zero = V::ZERO < 0 ? 0.f : __half2float(reinterpret_cast<const __half*>(stage + ValueStage::ZERO)[token]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                if constexpr (Softmax<C>::ZEROS) softmax.zeros[n][e % 2] += p[n][e] * zero;
+                if constexpr (V::ZERO >= 0) softmax.zeros[n][e % 2] += p[n][e] * zero;
                 p[n][e] *= scale;
             }
+        }
+        if constexpr (L::VALUE_CODED) {  // the origin counts as often as codes do, so what rounding takes away is lost around the middle of the numbers
+            Softmax<C>::round(p[0]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) softmax.zeros[0][e % 2] += p[0][e] * at.floats(L::SPACING)[3];
         }
     }
 
@@ -77,11 +81,15 @@ struct Values {
         using Tiles = typename L::template ValueTiles<N>;
         Tiles codes;
         const typename Tiles::Base table = Tiles::base(at.shared, at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
-        unsigned b[N][NT][2], of_group[N][NT][2];
+        unsigned b[N][NT][2], of_group[N][NT][2], rows[N][2];
+        if constexpr (L::VALUE_GROUPED) load_grouped(stages, rows);
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 softmax.of_phase(scaled[stacked(n)], phase + n, b[n]);
-                if constexpr (L::VALUE_GROUPED) add_grouped(stages[n], b[n][0]);
+                if constexpr (L::VALUE_GROUPED) {
+                    const unsigned a[4] = {rows[n][0], 0u, rows[n][1], 0u};
+                    mma(softmax.grouped, a, b[n][0][0], b[n][0][1]);
+                }
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (V::RANK > 0) {
                     unsigned p[NT][2];
@@ -133,14 +141,35 @@ struct Values {
 #pragma unroll
         for (int half = 0; half < 2; ++half) of_group[half] = mul2(p[half], pair_of(stage + ValueStage::SCALE, group, at.c, half));
     }
-    // Probabilities times all groups' zero points and scales, which are rows of one operand.
-    __device__ __forceinline__ void add_grouped(const unsigned char* stage, const unsigned (&p)[2]) {
-        unsigned a[4] = {0u, 0u, 0u, 0u};
-        if (at.r % 4 < L::VALUE_GROUPS && (V::ZERO >= 0 || at.r >= 4)) {
-            const unsigned char* const of_groups = stage + (at.r < 4 ? ValueStage::ZERO : ValueStage::SCALE);
-            a[0] = pair_of(of_groups, at.r % 4, at.c, 0), a[2] = pair_of(of_groups, at.r % 4, at.c, 1);
+    // All groups' zero points and scales as rows of one operand that probabilities meet; before, room for scales is made if there is not enough.
+    template <int N>
+    __device__ __forceinline__ void load_grouped(const unsigned char* const (&stages)[N], unsigned (&rows)[N][2]) {
+        constexpr unsigned SIGNS = 0x80008000u;
+        const unsigned limit = SIGNS - softmax.too_large() * 0x10001u;
+        unsigned over = 0u;  // a sign where a number is too large
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                rows[n][half] = 0u;
+                if (at.r % 4 < L::VALUE_GROUPS && (V::ZERO >= 0 || at.r >= 4)) rows[n][half] = pair_of(stages[n] + (at.r < 4 ? ValueStage::ZERO : ValueStage::SCALE), at.r % 4, at.c, half);
+                over |= (rows[n][half] & ~SIGNS) + limit;
+            }
         }
-        mma(softmax.grouped, a, p[0], p[1]);
+        if (__any_sync(~0u, at.r >= 4 && over & SIGNS)) make_room(rows);
+    }
+    template <int N>
+    __device__ __forceinline__ void make_room(const unsigned (&rows)[N][2]) {
+        unsigned most = 0u;  // of a scale's bits
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) most = at.r < 4 ? 0u : max(most, max(rows[n][half] & 0x7fffu, rows[n][half] >> 16 & 0x7fffu));
+        }
+        const float factor = softmax.make_room(static_cast<int>(__reduce_max_sync(~0u, most) >> 10) - 15);
+        const unsigned both = pack(factor, factor);
+#pragma unroll
+        for (int i = 0; i < L::STACK; ++i) scaled[i][0][0] = mul2(scaled[i][0][0], both), scaled[i][0][1] = mul2(scaled[i][0][1], both);
     }
 
     // Once, when all pages but no exact tokens are in the warp's sums.

@@ -21,7 +21,7 @@ from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
 from runtime.rope import Rotation
-from runtime.turns import Turns, turns
+from runtime.turns import turns
 from runtime.units import (
     ALL_PLAIN,
     MOST_ROWS,
@@ -63,7 +63,6 @@ class _Attend(ctypes.Structure):
                 "lengths",
                 "offsets",
                 "turns",
-                "units",
                 "inv_freq",
                 "functions",
             )
@@ -183,7 +182,7 @@ class PagedAttention:
         self._functions = functions if self.by_bytes else None
         self.columns = project.columns(key)  # numbers of a query that are made before attention
         self._matrices = project.matrices(key, self._moved(key_tables), dtype) if self.columns else {}
-        self._turns: dict[bool, Turns] = {}
+        self._turns: Tensor | None = None
         self._restoring: Tensor | None = None
         self._settle()
 
@@ -239,12 +238,12 @@ class PagedAttention:
         module = self._load(project.project_unit(self.key, self.dtype))
         return project.Projection(self._matrices, module, to, scale, sizes, self.grid)
 
-    def turns(self, codes: bool = False) -> Turns:
-        """What turns keys' numbers, or their codes (`runtime.turns`), made when a step first needs it."""
-        if codes not in self._turns:
-            self._turns[codes] = turns(self.key, self._tables[0], self.rotation, self.device, codes)
+    def turns(self) -> Tensor:
+        """What turns keys (`runtime.turns`), made when a step first needs it."""
+        if self._turns is None:
+            self._turns = turns(self.key, self._tables[0], self.rotation, self.device)
             self._settle()
-        return self._turns[codes]
+        return self._turns
 
     def restoring(self) -> Tensor:
         """What brings back sums of rotated values where a block of the merge has many: P inverted as fragments, made
@@ -341,16 +340,14 @@ class Step:
         self._merge_blocks = kernels.h_kv * -(-b // each)
         pairs = b * kernels.h_kv
         aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
-        turned = None
-        if of_codes := module.integers["attend_turns"]:
-            turned = kernels.turns(of_codes == 2)
+        turned = kernels.turns() if module.integers["attend_turns"] else None
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0,
             projected.data_ptr(), 0, partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
-            *((turned.operands.data_ptr(), turned.units.data_ptr()) if turned else (None, None)),
+            turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
-            0, 0, 0, 0, 0, 0, turned.head_bytes // 16 if turned else 0,
+            0, 0, 0, 0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
             1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip

@@ -3,13 +3,9 @@
 A key's number becomes own * itself + other * its partner. Scales of channels that are the same in all pages are in
 both, so that codes need none, and their zero points become keys of their own, turned alike. The kernels
 (`cuda/keys.cuh`) read all three as they are, in the order of first operands.
-
-Evenly spaced numbers need not be looked up: then own and other turn codes, which the kernels multiply as halves too
-small to be normal (`CodedWords` in `cuda/fragments.cuh`).
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,33 +19,11 @@ MOST_TOKENS = 64  # of a unit of work: `Choice` in cuda/layout.cuh
 LARGE_PAGE = 64  # tokens from which outliers of keys are added to what is scaled: `CHANNELS_FOLDED` there
 
 
-CODES = 2.0**24  # what a code counts as a half is one over it
-MOST = 2.0**15  # of factors of codes, which are halves
+def turns(key: PageGeometry, tables: Mapping[str, Tensor], rotation: Rotation, device: torch.device) -> Tensor:
+    """float16 [heads, tiles, d / 16, 3, 32, 4, 2]: own, other and zero points of the tokens of a page, at most 64, by
+    steps of 16 channels, lanes and registers. One head where all have the same.
 
-
-class Turns(NamedTuple):
-    """operands: float16 [heads, tiles, d / 16, 3, 32, 4, 2]: own, other and zero points of the tokens of a page, at
-    most 64, by steps of 16 channels, lanes and registers. One head where all have the same.
-    units: float32 [heads], what products with a query count: powers of two, so that factors of codes fill what halves
-    can hold; of numbers 1.
-    """
-
-    operands: Tensor
-    units: Tensor
-
-    @property
-    def head_bytes(self) -> int:
-        """From one head's operands to the next."""
-        return self.operands[0].nbytes if len(self.operands) > 1 else 0
-
-
-def turns(
-    key: PageGeometry, tables: Mapping[str, Tensor], rotation: Rotation, device: torch.device, codes: bool = False
-) -> Turns:
-    """What turns a page's keys.
-
-    tables: of the keys, as the kernels read them (`PagedAttention`): scale and zero, float32 [h_kv, d], and values, the
-    codebook. codes: evenly spaced ones, whose scales are those of channels in all pages, are turned as they are.
+    tables: of the keys, as the kernels read them (`PagedAttention`): scale and zero, float32 [h_kv, d].
     """
     fmt, d = key.format, key.shape.d
     t = min(MOST_TOKENS, fmt.t)
@@ -64,29 +38,12 @@ def turns(
     own[:, first], own[:, second] = cosine, cosine
     other[:, first], other[:, second] = -sine, sine
     partner[first], partner[second] = second, first
-    plain = own, other
-    scale, zero = _of_codes(tables) if codes else _folded(key, tables)
-    units = torch.ones(len(scale), device=scale.device)
-    if codes:
-        units = torch.exp2(torch.ceil(torch.log2(scale.abs().amax(1).clamp(min=2.0**-100) * (CODES / MOST))))
-        scale = scale * (CODES / units)[:, None]
-        if fmt.dense and fmt.dense.bits == 2:  # of rows r + 8 they count four times as much: UPPER in cuda/fragments.cuh
-            upper = torch.arange(t, device=device)[:, None] % TILE >= TILE // 2
-            own, other = torch.where(upper, own / 4, own), torch.where(upper, other / 4, other)
+    scale, zero = _folded(key, tables)
     scale, zero = scale.to(device)[:, None], zero.to(device)[:, None]
-    made = torch.stack([scale * own, scale[..., partner] * other, zero * plain[0] + zero[..., partner] * plain[1]])
+    made = torch.stack([scale * own, scale[..., partner] * other, zero * own + zero[..., partner] * other])
     # Tokens are rows r and r + 8 of a tile; a register has two channels 2c and 2c + 1 of 8, in either half.
     order = made.half().view(3, -1, t // TILE, 2, 8, 2, d // 16, 4, 2)
-    if codes:  # or of two steps, one and its like of the next step
-        order = order.unflatten(6, (-1, 2)).transpose(7, 9).flatten(6, 7)
-    operands = order.permute(1, 2, 6, 0, 4, 7, 5, 3, 8).reshape(-1, t // TILE, d // 16, 3, 32, 4, 2).contiguous()
-    return Turns(operands, units.to(device))
-
-
-def _of_codes(tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scales and zero points [heads, d] of codes."""
-    start, step = tables["values"][0], tables["values"][1] - tables["values"][0]
-    return tables["scale"] * step, tables["zero"] + tables["scale"] * start
+    return order.permute(1, 2, 6, 0, 4, 7, 5, 3, 8).reshape(-1, t // TILE, d // 16, 3, 32, 4, 2).contiguous()
 
 
 def _folded(key: PageGeometry, tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

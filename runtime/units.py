@@ -241,7 +241,7 @@ def attend_unit(
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
     `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). Where
-    `attend_turns` is not 0, a launch needs what `runtime.turns` makes, where it is 2 of codes. A block of the merge has `merge_threads` threads
+    `attend_turns` is not 0, a launch needs what `runtime.turns` makes. A block of the merge has `merge_threads` threads
     and takes `merge_sequences` sequences of a kv head at once, `merge_most` in all. scoring: its numbers come with each
     launch.
     """

@@ -491,5 +491,5 @@ def test_tables_on_a_device_are_what_the_geometry_says():
     predicted = bundle.geometry.resident_bytes
     assert predicted <= sum(held.values()) <= 1.1 * predicted
     assert predicted > 2 * 8 * 128 * 128 * 7
-    assert not kernels._turns
-    assert kernels.turns().operands.nbytes == 3 * 2 * 8 * 64 * 128
+    assert kernels._turns is None
+    assert kernels.turns().nbytes == 3 * 2 * 8 * 64 * 128

@@ -1,0 +1,106 @@
+"""Attention over codes of evenly spaced numbers that are operands as they stand, on the CPU against float64."""
+
+import shutil
+
+import pytest
+
+from artifacts import Dense, Format, LayerFormat, LowRank, Window
+from runtime.units import ONE_BLOCK, Sharing
+from tests.cuda.attention_emulated import Emulated, case, check, times_half, with_outliers
+from tests.formats import kivi
+from tests.gpu import paged
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+WAYS = pytest.mark.parametrize("how", [ONE_BLOCK, Sharing(2), Sharing(1, alone=True)], ids=str)
+BITS = pytest.mark.parametrize("bits", [2, 3, 4])
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch):
+    monkeypatch.setattr(paged, "DEVICE", "cpu")
+    monkeypatch.setattr(paged, "PagedAttention", Emulated)
+
+
+def of_all_pages(bits: int) -> LayerFormat:
+    """Scales of channels that all pages share, and of whole tokens."""
+    window = Window(sinks=1)
+    key = Format(64, Dense(bits, "channel", codebook="uniform-fit", scales="bundle"), None, window)
+    return LayerFormat(key, Format(64, Dense(bits, "token", codebook="uniform-fit"), None, window))
+
+
+@WAYS
+@BITS
+def test_scales_of_pages_channels_and_of_groups(bits, how, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", how)
+    check(case(kivi(bits), 8), [1, 66, 330, 130])
+
+
+@pytest.mark.parametrize("g", [1, 2, 3, 6, 8, 12])
+def test_query_rows(g):
+    """Of one to four phases; with more than four rows keys are looked up, with more than eight values, too."""
+    check(case(kivi(2), 2 * g), [700, 130])
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@BITS
+def test_scales_that_all_pages_share(bits, d):
+    check(case(of_all_pages(bits), 8, d=d), [1, 400, 66])
+
+
+@BITS
+def test_with_outliers_they_are_looked_up(bits):
+    check(case(with_outliers(0.05, bits, "uniform-fit"), 8), [300, 65])
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_groups_of_channels(group):
+    """Of 16 channels a warp has more groups than it takes that way."""
+    formats = LayerFormat(Format(64, Dense(2, "channel", 16)), Format(64, Dense(2, "token", group)))
+    check(case(formats, 8), [1, 330])
+    check(case(formats, 4, d=256), [130])
+
+
+@pytest.mark.parametrize("g", [1, 4, 8])
+def test_factors_beside_codes(g):
+    dense = Dense(2, "channel", 32), Dense(2, "token", 32)
+    check(case(LayerFormat(*(Format(64, each, lowrank=LowRank(4, 2)) for each in dense)), 2 * g), [1, 300, 640])
+
+
+@pytest.mark.parametrize("times", [2.0**-9, 300.0])
+@pytest.mark.parametrize("formats", [kivi(2), kivi(4), of_all_pages(2)], ids=["2", "4", "all"])
+def test_values_far_from_one(formats, times, monkeypatch):
+    """What probabilities come to with their scales, halves hold."""
+    numbers = paged.numbers
+    seen = []
+
+    def scaled(n, h_kv, d, seed, dtype):
+        seen.append(seed)
+        return numbers(n, h_kv, d, seed, dtype) * (times if seed >= 100 else 1.0)
+
+    monkeypatch.setattr(paged, "numbers", scaled)
+    check(case(formats, 8), [400, 66])
+    assert any(seed >= 100 for seed in seen), "none of these were values"
+
+
+@pytest.mark.parametrize("sharper", [0.25, 6.0])
+def test_small_values_of_many_light_tokens(sharper, monkeypatch):
+    """Few tokens have most of the weight, or all have about as much; scales are below 2^-8."""
+    numbers = paged.numbers
+    monkeypatch.setattr(
+        paged,
+        "numbers",
+        lambda n, h, d, seed, dtype: numbers(n, h, d, seed, dtype) * (2.0**-10 if seed >= 100 else 1.0),
+    )
+    scene = paged.Scene.of(case(kivi(2), 8), [1100, 700])
+    q = scene.query() * sharper
+    out = scene.run(q)
+    for i in range(2):
+        reference = scene.oracle(q, i)
+        assert paged.relative(out[i], reference) <= 2 * paged.relative(scene.half(q, i), reference)
+
+
+@BITS
+def test_they_are_rounded_as_little_as_in_fp16(bits):
+    lengths = [300, 700, 513]
+    assert times_half(case(kivi(bits), 8), lengths) < 1.42
+    assert times_half(case(of_all_pages(bits), 8), lengths) < 1.42
