@@ -131,7 +131,7 @@ struct Layout {
     static constexpr bool KEEPS_QUERY = !KEY_PAGES_SCALED && !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's, or with codes that share what scales the query; keys that go step by step have the factors of one
     // segment at hand. Where warps are alone factors and two tiles' codes would not fit the registers.
-    static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
+    static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE && PHASES > 2)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place

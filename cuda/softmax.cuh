@@ -16,13 +16,13 @@ struct Softmax {
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
     float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
-    float above;              // what the largest score is above the running maximum when that moves: 0, but where tokens' groups have scales (`make_room`)
+    unsigned spare;           // not 0 while there is room for small scales alone (`make_room`); of lanes that have scales (Values::load_grouped) LARGE
     float grouped[4];         // probabilities times tokens' zero points, r < 4 by columns, and scales, of group r % 4 (Layout::VALUE_GROUPED)
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
 
     __device__ __forceinline__ void reset() {
-        above = L::VALUE_GROUPED ? above_for(EXPONENT) : 0.f;
+        spare = at.r < 4 ? 1u : LARGE;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct Softmax {
     // scale leaves room for scales of thousands. Where probabilities meet scales as halves, which may be small, they fill the room that is left.
     template <int S>  // tiles that share columns
     __device__ __forceinline__ void soften(float (&score)[S][NT][4]) {
-        const float slack = L::VALUE_GROUPED ? SLACK + above : L::VALUE_FOLDED ? SLACK : 8.f;
+        const float slack = L::VALUE_GROUPED ? SLACK + above() : L::VALUE_FOLDED ? SLACK : 8.f;
         bool over = false;
 #pragma unroll
         for (int s = 0; s < S; ++s) {
@@ -69,16 +69,18 @@ struct Softmax {
     }
 
     static constexpr float SLACK = 3.f;
-    // Where tokens' groups have scales: how far above the running maximum, as powers of two, the largest score is when that moves, so that with SLACK and a scale below 2^(EXPONENT + 1) products
-    // stay below what a half holds. EXPONENT at first.
-    static constexpr int EXPONENT = 3;
-    static constexpr float above_for(int exponent) { return 15.f - SLACK - static_cast<float>(exponent); }
-    // Makes room for scales with so large an exponent. Returns what the probabilities of the turn at hand have to be multiplied by.
-    __device__ __forceinline__ float make_room(int exponent) {
-        const float less = above - above_for(exponent), factor = exp2_fast(-less);
-        above = above_for(exponent);
+    // Where tokens' groups have scales, how far above the running maximum, as powers of two, the largest score is when that moves: so that products of what SLACK leaves and scales below 2 are halves,
+    // and of any scales once there was a larger one.
+    static constexpr float ABOVE = 12.f, ABOVE_ANY = -3.f;
+    static constexpr unsigned LARGE = 0x40004000u;  // a bit that halves have from 2 on
+    __device__ __forceinline__ float above() const { return !L::VALUE_GROUPED ? 0.f : spare ? ABOVE : ABOVE_ANY; }
+    // Makes room for large scales. Returns what the probabilities of the turn at hand have to be multiplied by.
+    __device__ __forceinline__ float make_room() {
+        constexpr float LESS = ABOVE - ABOVE_ANY;
+        const float factor = exp2_fast(-LESS);
+        spare = 0u;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) maximum[0][e] += less, sum[0][e] *= factor;
+        for (int e = 0; e < 2; ++e) maximum[0][e] += LESS, sum[0][e] *= factor;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             grouped[e] *= factor, low[0][e] *= factor;
@@ -87,8 +89,6 @@ struct Softmax {
         }
         return factor;
     }
-    // The smallest exponent, in a half's place, of scales that there is no room for.
-    __device__ __forceinline__ unsigned too_large() const { return static_cast<unsigned>(static_cast<int>(15.f - SLACK - above) + 16) << 10; }
 
     // Bends scores to between -cap and cap: cap * tanh(x / cap), without tokens that are masked.
     __device__ __forceinline__ void cap(float (&score)[NT][4]) const {
@@ -124,7 +124,7 @@ struct Softmax {
                 for (int s = 1; s < S; ++s) top = fmaxf(top, fmaxf(score[s][n][e], score[s][n][e + 2]));
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-                highest[n][e] = fmaxf(top - above, maximum[n][e]);
+                highest[n][e] = fmaxf(top - above(), maximum[n][e]);
             }
 #pragma unroll
             for (int e = 0; e < 2; ++e) {

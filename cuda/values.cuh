@@ -141,32 +141,21 @@ struct Values {
 #pragma unroll
         for (int half = 0; half < 2; ++half) of_group[half] = mul2(p[half], pair_of(stage + ValueStage::SCALE, group, at.c, half));
     }
-    // All groups' zero points and scales as rows of one operand that probabilities meet; before, room for scales is made if there is not enough.
+    // All groups' zero points and scales as rows of one operand that probabilities meet; before, room for large scales is made if there is not enough.
     template <int N>
     __device__ __forceinline__ void load_grouped(const unsigned char* const (&stages)[N], unsigned (&rows)[N][2]) {
-        constexpr unsigned SIGNS = 0x80008000u;
-        const unsigned limit = SIGNS - softmax.too_large() * 0x10001u;
-        unsigned over = 0u;  // a sign where a number is too large
+        unsigned bits = 0u;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 rows[n][half] = 0u;
                 if (at.r % 4 < L::VALUE_GROUPS && (V::ZERO >= 0 || at.r >= 4)) rows[n][half] = pair_of(stages[n] + (at.r < 4 ? ValueStage::ZERO : ValueStage::SCALE), at.r % 4, at.c, half);
-                over |= (rows[n][half] & ~SIGNS) + limit;
+                bits |= rows[n][half];
             }
         }
-        if (__any_sync(~0u, at.r >= 4 && over & SIGNS)) make_room(rows);
-    }
-    template <int N>
-    __device__ __forceinline__ void make_room(const unsigned (&rows)[N][2]) {
-        unsigned most = 0u;  // of a scale's bits
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) most = at.r < 4 ? 0u : max(most, max(rows[n][half] & 0x7fffu, rows[n][half] >> 16 & 0x7fffu));
-        }
-        const float factor = softmax.make_room(static_cast<int>(__reduce_max_sync(~0u, most) >> 10) - 15);
+        if (!__any_sync(~0u, bits & softmax.spare & Softmax<C>::LARGE)) return;
+        const float factor = softmax.make_room();
         const unsigned both = pack(factor, factor);
 #pragma unroll
         for (int i = 0; i < L::STACK; ++i) scaled[i][0][0] = mul2(scaled[i][0][0], both), scaled[i][0][1] = mul2(scaled[i][0][1], both);
