@@ -201,7 +201,9 @@ def started(folder, torch, **options):
 
 
 def test_interrupted_while_modules_are_loaded(tmp_path):
-    done = started(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    torch = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    # Not ignored, which it would inherit where tests run in the background.
+    done = started(tmp_path, torch, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
