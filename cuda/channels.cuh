@@ -18,7 +18,7 @@ struct Channels {
     float scale[EACH], zero[EACH], origin[FROM_ZERO ? EACH : 1];
     BandTable<D, L::THREADS, !L::BYTES> bands;
 
-    // Which channel's scale stands at i: where they multiply keys, the order is that of pages with scales of their own.
+    // Which channel's scale stands at i: where they multiply keys, the order is that of a lane's registers, step by step.
     static __device__ __forceinline__ int channel_at(int i) {
         return !KEY || L::FLOAT_CHANNELS ? i : (i / 2 % 2) * (D / 2) + 8 * (2 * (i / 32) + i / 4 % 2) + 2 * (i / 8 % 4) + i % 2;
     }

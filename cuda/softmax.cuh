@@ -16,7 +16,7 @@ struct Softmax {
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
     float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
-    unsigned spare;           // not 0 while there is room for small scales alone (`make_room`); of lanes that have scales (Values::load_grouped) LARGE
+    unsigned spare;           // not 0 while there is not room for all scales (`make_room`); of lanes that have some (Values::load_grouped) LARGE
     float grouped[4];         // probabilities times tokens' zero points, r < 4 by columns, and scales, of group r % 4 (Layout::VALUE_GROUPED)
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
@@ -69,18 +69,19 @@ struct Softmax {
     }
 
     static constexpr float SLACK = 3.f;
-    // Where tokens' groups have scales, how far above the running maximum, as powers of two, the largest score is when that moves: so that products of what SLACK leaves and scales below 2 are halves,
-    // and of any scales once there was a larger one.
-    static constexpr float ABOVE = 12.f, ABOVE_ANY = -3.f;
-    static constexpr unsigned LARGE = 0x40004000u;  // a bit that halves have from 2 on
-    __device__ __forceinline__ float above() const { return !L::VALUE_GROUPED ? 0.f : spare ? ABOVE : ABOVE_ANY; }
-    // Makes room for large scales. Returns what the probabilities of the turn at hand have to be multiplied by.
-    __device__ __forceinline__ float make_room() {
-        constexpr float LESS = ABOVE - ABOVE_ANY;
-        const float factor = exp2_fast(-LESS);
-        spare = 0u;
+    // Where tokens' groups have scales, how far above the running maximum, as powers of two, the largest score is when that moves: so that products of what SLACK leaves and scales below 2 are halves;
+    // below 512, and of any scales, once there was a larger one.
+    static constexpr float ABOVE = 12.f, ABOVE_SOME = 4.f, ABOVE_ANY = -3.f;
+    static constexpr unsigned LARGE = 0x40004000u, SOME = 2u;  // a bit that halves have from 2 on; in `spare`, that there is room for some
+    __device__ __forceinline__ float above() const { return !L::VALUE_GROUPED ? 0.f : !spare ? ABOVE_ANY : spare & SOME ? ABOVE_SOME : ABOVE; }
+    // Makes room for scales below 512, or any. Returns what the probabilities of the turn at hand have to be multiplied by.
+    __device__ __forceinline__ float make_room(bool any) {
+        const float before = above();
+        spare = any ? 0u : spare | SOME;
+        const float less = before - above();
+        const float factor = exp2_fast(-less);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) maximum[0][e] += LESS, sum[0][e] *= factor;
+        for (int e = 0; e < 2; ++e) maximum[0][e] += less, sum[0][e] *= factor;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             grouped[e] *= factor, low[0][e] *= factor;

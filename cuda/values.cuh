@@ -155,7 +155,12 @@ struct Values {
             }
         }
         if (!__any_sync(~0u, bits & softmax.spare & Softmax<C>::LARGE)) return;
-        const float factor = softmax.make_room();
+        unsigned huge = 0u;  // from 512 on the next bit is there, too
+#pragma unroll
+        for (int n = 0; n < N; ++n) huge |= (rows[n][0] & rows[n][0] << 1) | (rows[n][1] & rows[n][1] << 1);
+        const bool any = __any_sync(~0u, huge & softmax.spare & Softmax<C>::LARGE);
+        if (!any && softmax.spare & Softmax<C>::SOME) return;
+        const float factor = softmax.make_room(any);
         const unsigned both = pack(factor, factor);
 #pragma unroll
         for (int i = 0; i < L::STACK; ++i) scaled[i][0][0] = mul2(scaled[i][0][0], both), scaled[i][0][1] = mul2(scaled[i][0][1], both);
