@@ -8,7 +8,7 @@ import torch
 
 from artifacts import Dense, Format, LayerFormat, LowRank, Window
 from runtime.units import ONE_BLOCK, Sharing
-from tests.cuda.attention_emulated import Emulated, case, check, times_half, with_outliers
+from tests.cuda.attention_emulated import FLOOR, Emulated, case, check, times_half, with_outliers
 from tests.formats import kivi, without_outliers
 from tests.gpu import paged
 
@@ -94,7 +94,8 @@ def test_values_far_from_one(formats, times, monkeypatch):
 @pytest.mark.parametrize("alone", [False, True])
 def test_values_that_grow(alone, g, factors, monkeypatch):
     """Scales are small at first, then above 2, then above 512: what was summed up before follows. The last third of the
-    tokens decides, so less is lost on average than elsewhere: up to 2.7 times fp16's error (looked up: 1.8)."""
+    tokens decides, so less is lost on average than elsewhere: up to 2.6 times fp16's error (looked up: 1.7), more than
+    the twice that is held elsewhere."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone))
     numbers = paged.numbers
 
@@ -113,21 +114,28 @@ def test_values_that_grow(alone, g, factors, monkeypatch):
         assert paged.relative(out[i], reference) <= 3 * paged.relative(scene.half(q, i), reference)
 
 
-@pytest.mark.parametrize("sharper", [0.25, 6.0])
-def test_small_values_of_many_light_tokens(sharper, monkeypatch):
-    """Few tokens have most of the weight, or all have about as much; scales are below 2^-8."""
-    numbers = paged.numbers
-    monkeypatch.setattr(
-        paged,
-        "numbers",
-        lambda n, h, d, seed, dtype: numbers(n, h, d, seed, dtype) * (2.0**-10 if seed >= 100 else 1.0),
-    )
-    scene = paged.Scene.of(case(kivi(2), 8), [1100, 700])
-    q = scene.query() * sharper
+def test_small_values_of_many_light_tokens(monkeypatch):
+    """One token weighs 2^16 times as much as each of the others, which a warp meets behind it, with scales below 2^-8:
+    what these come to together is not lost."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, alone=True))
+    numbers, lengths = paged.numbers, [400] * 24
+    q = torch.randn((len(lengths), 8, 1, 128), generator=torch.Generator().manual_seed(5)).half()
+
+    def given(n, h_kv, d, seed, dtype):
+        x = numbers(n, h_kv, d, seed, dtype)
+        if seed >= 100:
+            return x * 2.0**-10
+        x = x * 2.0**-4
+        x[3] = q[seed, :, 0].view(h_kv, -1, d).sum(1)  # meets each of its queries
+        return x
+
+    monkeypatch.setattr(paged, "numbers", given)
+    scene = paged.Scene.of(case(kivi(2), 8), lengths)
+    assert torch.equal(scene.query(), q)
     out = scene.run(q)
-    for i in range(2):
+    for i in range(len(lengths)):
         reference = scene.oracle(q, i)
-        assert paged.relative(out[i], reference) <= 2 * paged.relative(scene.half(q, i), reference)
+        assert paged.relative(out[i], reference) <= max(2 * paged.relative(scene.half(q, i), reference), FLOOR)
 
 
 @BITS
