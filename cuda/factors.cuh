@@ -22,6 +22,7 @@ __device__ __forceinline__ void in_two(float x, float y, unsigned (&b)[2]) {
 template <int RANK>
 __device__ __forceinline__ unsigned factor_pair(const __half* factors, int row, int c) {
     static_assert(RANK <= 8, "one instruction takes factors of rank 8");
+    if constexpr (RANK % 2 == 0) return 2 * c < RANK ? *reinterpret_cast<const unsigned*>(factors + row * RANK + 2 * c) : 0u;
     const __half low = 2 * c < RANK ? factors[row * RANK + 2 * c] : __half(0.f);
     const __half high = 2 * c + 1 < RANK ? factors[row * RANK + 2 * c + 1] : __half(0.f);
     return as_bits(__halves2half2(low, high));
@@ -135,11 +136,7 @@ struct ValueFactors {
             finish(at, softmax);
             segment = wanted;
         }
-        auto row = [&](int token) {  // r of two tokens
-            const __half low = at.r < V::RANK ? left[token * V::RANK + at.r] : __half(0.f), high = at.r < V::RANK ? left[(token + 1) * V::RANK + at.r] : __half(0.f);
-            return as_bits(__halves2half2(low, high));
-        };
-        const unsigned a[4] = {row(2 * at.c), 0u, row(2 * at.c + 8), 0u};
+        const unsigned a[4] = {transpose8(factor_pair<V::RANK>(left, at.r, at.c)), 0u, transpose8(factor_pair<V::RANK>(left, at.r + 8, at.c)), 0u};
 #pragma unroll
         for (int n = 0; n < NT; ++n) mma(softmax.low[n], a, b[n][0], b[n][1]);
     }

@@ -268,19 +268,6 @@ struct CodeWords<true, RAW, Words> {
     using Of = BandWords<N, RAW>;
 };
 
-// Calls f with the constants 0 ... N - 1.
-template <int I>
-struct Constant {
-    static constexpr int value = I;
-};
-template <int N, int I = 0, typename F>
-__device__ __forceinline__ void unrolled(F&& f) {
-    if constexpr (I < N) {
-        f(Constant<I>{});
-        unrolled<N, I + 1>(static_cast<F&&>(f));
-    }
-}
-
 // Calls f(step, tile) for all steps of N tiles, in the order of their words; open(tile) before a tile's first step, close(tile) behind its last.
 template <bool TOGETHER, int STEPS, int N, typename Open, typename F, typename Close>
 __device__ __forceinline__ void each_step(Open&& open, F&& f, Close&& close) {

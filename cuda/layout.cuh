@@ -80,6 +80,7 @@ struct Layout {
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");
     // Warps that wait for each other once a turn, because they share a turned query or scores.
     static constexpr int MEETING = ROPE ? PARTS * TILES : PARTS;
+    static constexpr bool MEETS_LATER = ROPE && !BYTES && PARTS == 1 && MEETING > 1;  // they wait for the query of the next turn when that begins
     static_assert(D == 64 || D == 128 || D == 256, "head dimension");
 
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
@@ -183,7 +184,8 @@ struct Layout {
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
     static constexpr int SPACING = VALUE_BANDS + (V::BANDED ? D : 0);  // f32 [2][2]: of keys and values that are codes, what a step between these counts in sums, and the numbers' origin
-    static constexpr int EXCHANGE = SPACING + (KEY_CODED || VALUE_CODED ? 16 : 0);
+    static constexpr int MEETINGS = SPACING + (KEY_CODED || VALUE_CODED ? 16 : 0);  // u64 [GROUPS] (make_meeting)
+    static constexpr int EXCHANGE = MEETINGS + (MEETS_LATER ? (8 * GROUPS + 15) / 16 * 16 : 0);
     static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [ROWS][TEAMS] maximum, sum; of warps that are not alone
     // A chunk is 32 sequences. Of warps alone where each begins, s64 [MOST_CHUNKS + 1]; else what is known of one, and of 32 heads: LineChunk.
     static constexpr int MOST_CHUNKS = 256, CHUNKS = (STATE + (ALONE ? 0 : ROWS * TEAMS * 8) + 15) / 16 * 16;
@@ -250,10 +252,11 @@ struct Place : Task {
     const AttendParams& params;
     unsigned char* const shared;
     const int warp, lane, r, c, part, team, tile, group;
+    unsigned meetings;  // that the warp has waited for (`await`)
 
     __device__ __forceinline__ Place(const AttendParams& p, unsigned char* s)
         : Task{}, params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
-          part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
+          part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES), meetings(0) {}
 
     // The query, and where it is as the operand that meets exact tokens.
     __device__ __forceinline__ float* query() const { return floats(L::QUERY + own(L::QUERY_BYTES)); }
@@ -314,6 +317,16 @@ struct Place : Task {
     __device__ __forceinline__ void meet() const {
         if constexpr (L::MEETING == 1) __syncwarp();
         else group_barrier(1 + warp / L::MEETING, 32 * L::MEETING);
+    }
+
+    // The same in two steps: who has come goes on, and waits some time later; between two arrivals each waits once.
+    __device__ __forceinline__ void prepare_meetings() const {
+        if (L::MEETS_LATER && threadIdx.x < L::GROUPS) make_meeting(shared_address(shared) + L::MEETINGS + 8 * threadIdx.x, L::MEETING);
+    }
+    __device__ __forceinline__ void come() const { arrive(shared_address(shared) + L::MEETINGS + 8 * group); }
+    __device__ __forceinline__ void await() {
+        await_arrivals(shared_address(shared) + L::MEETINGS + 8 * group, meetings & 1u);
+        ++meetings;
     }
 
     // Whether a lane's columns 2c + e belong to a phase.

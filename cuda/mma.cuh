@@ -35,6 +35,19 @@ struct Either<false, A, B> {
     using Type = B;
 };
 
+// Calls f with the constants 0 ... N - 1.
+template <int I>
+struct Constant {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, typename F>
+__device__ __forceinline__ void unrolled(F&& f) {
+    if constexpr (I < N) {
+        f(Constant<I>{});
+        unrolled<N, I + 1>(static_cast<F&&>(f));
+    }
+}
+
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ __half2 as_half2(unsigned x) { return *reinterpret_cast<__half2*>(&x); }
@@ -137,6 +150,16 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     }
 }
 
+// If `there`, without a branch.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
+    if constexpr (BYTES == 16) {
+        asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(to), "l"(from), "r"(static_cast<int>(there)));
+    } else {
+        asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n@p cp.async.ca.shared.global [%0], [%1], %2;\n}" ::"r"(to), "l"(from), "n"(BYTES), "r"(static_cast<int>(there)));
+    }
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -234,6 +257,25 @@ __device__ __forceinline__ float log2_fast(float x) {
 // Waits until all `threads` of a group of warps have come; `id` 1 ... 15.
 __device__ __forceinline__ void group_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Warps that say that they have come and wait for each other some time later: 8 bytes of shared memory at `at`. Who makes it: one thread, a barrier follows.
+__device__ __forceinline__ void make_meeting(unsigned at, int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(warps) : "memory"); }
+// All lanes of a warp: what they wrote before, others see who have waited.
+__device__ __forceinline__ void arrive(unsigned at) {
+    __syncwarp();
+    asm volatile("{\n.reg .b64 state;\n.reg .pred first;\nsetp.eq.u32 first, %1, 0;\n@first mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at), "r"(threadIdx.x % 32) : "memory");
+}
+// Waits for all warps' arrival number 0, 2, ... (parity 0) or 1, 3, ...
+__device__ __forceinline__ void await_arrivals(unsigned at, unsigned parity) {
+    unsigned come;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(come) : "r"(at), "r"(parity) : "memory");
+#else
+        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(come) : "r"(at), "r"(parity) : "memory");
+#endif
+    } while (!come);
 }
 #endif
 

@@ -50,7 +50,7 @@ struct Stage {
     static_assert(BYTES % 16 == 0 && DIRECTORY % 16 == 0 && CODE_BYTES % 16 == 0 && SCALE_BYTES % 16 == 0, "pieces have 16 bytes");
 
     // Piece q of a part of tile `tile` of a page.
-    static __device__ __forceinline__ Source piece(int q, int tile, int part) {
+    static constexpr __device__ __forceinline__ Source piece(int q, int tile, int part) {
         const int at = q * 16;
         if (at < SCALE) return {false, S::CODES + tile * S::TILE_BYTES + (SPLIT_CODES ? part * CODE_BYTES : 0) + at};
         if (at < ZERO) return {S::SCALE_IN_RECORD != 0, S::SCALE + scale(at - SCALE, tile, part)};
@@ -64,13 +64,13 @@ struct Stage {
 
     // Byte `at` of a part of the tile's signs, in their field.
     template <int M, int OWN>
-    static __device__ __forceinline__ int signs(int at, int tile, int part) {
+    static constexpr __device__ __forceinline__ int signs(int at, int tile, int part) {
         if constexpr (OWN == M) return tile * (TILE * M / 8) + at;
         else return (tile * TILE + at / (OWN / 8)) * (M / 8) + part * (OWN / 8) + at % (OWN / 8);
     }
 
     // Byte `at` of a part of the tile's scales, in their field.
-    static __device__ __forceinline__ int scale(int at, int tile, int part) {
+    static constexpr __device__ __forceinline__ int scale(int at, int tile, int part) {
         if constexpr (S::SCALES == Scales::CHANNEL_PAGE) return tile * TILE / S::SCALE_TOKENS * (2 * D) + part * SCALE_BYTES + at;
         else if constexpr (KEY || GROUPS == 1) return tile * (2 * TILE * GROUPS) + at;
         else return (part * (D / PARTS) / S::SCALE_CHANNELS + at / 32) * (2 * S::T) + tile * 32 + at % 32;  // groups first, then tokens
@@ -89,21 +89,40 @@ struct Range {
     int first, end, place, part, head, lane;
 };
 
-// Copies one side's tiles of a warp to its ring, a batch of units after the other. Page ids are loaded two times 32 ahead, one a lane,
-// and those of the next batch are with all lanes, so that nobody waits for them. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
+// Copies one side's tiles of a warp to its ring, a batch of units after the other: each unit by as many lanes of their own, so that a lane asks for one page. Page ids are loaded two times
+// 32 ahead, one a lane, and that of a lane's next unit is with it, so that nobody waits for it. L: the block's layout; BATCH: units, whose stages lie STAGE_BYTES apart.
 template <typename L, typename S, typename SideStage, int BATCH>
 struct Feed {
     static constexpr int UNITS = S::T / L::T;  // of a page
-    static constexpr int PIECES = BATCH * SideStage::PIECES, EACH = (PIECES + 31) / 32;
-    static constexpr int WORDS = BATCH * SideStage::WORDS;
-    static_assert(32 % BATCH == 0 && WORDS <= 32, "a batch's ids are in one register, its words in one copy");
+    static constexpr int LANES = 32 / BATCH;   // of a unit
+    static constexpr int PIECES = SideStage::PIECES, EACH = (PIECES + LANES - 1) / LANES, WORDS = SideStage::WORDS;
+    static_assert(32 % BATCH == 0 && WORDS <= LANES, "a unit's words are one copy");
+
+    // Whether all lanes' i-th pieces lie as far behind those before as that of a unit's first lane, in whichever tile: then they need no address of their own.
+    static constexpr int distance(int i) { return SideStage::piece(i * LANES, 0, 0).offset - SideStage::piece((i - 1) * LANES, 0, 0).offset; }
+    static constexpr bool follows(int i) {
+        for (int q = i * LANES; q < PIECES && q < (i + 1) * LANES; ++q) {
+            for (int place = 0; place < 2 * L::PARTS; ++place) {
+                const Source x = SideStage::piece(q, place / L::PARTS, place % L::PARTS), before = SideStage::piece(q - LANES, place / L::PARTS, place % L::PARTS);
+                if (x.in_record != before.in_record || x.offset - before.offset != distance(i)) return false;
+            }
+        }
+        return true;
+    }
+    // Which address the i-th piece lies behind, and how far; the first piece that lies behind address k.
+    static constexpr int address_of(int i) { return i <= 0 ? 0 : address_of(i - 1) + !follows(i); }
+    static constexpr int behind(int i) { return i == 0 || !follows(i) ? 0 : behind(i - 1) + distance(i); }
+    static constexpr int first_of(int k, int i = 0) { return address_of(i) == k ? i : first_of(k, i + 1); }
+    static constexpr int ADDRESSES = address_of(EACH - 1) + 1;
+
     const int* table;
-    int unit, end;  // next one to be copied
-    int taken, now, later;
-    unsigned ids[BATCH];  // of the next batch
-    // A lane's pieces: where they lie in page 0 or its record, and bytes from the first stage, with the lowest bit set for the record's.
-    const unsigned char* from[EACH ? EACH : 1];
-    unsigned to[EACH ? EACH : 1];
+    const int own, slot;      // the lane's unit of a batch, and its place among that unit's lanes
+    int next, end;            // the lane's next unit
+    int taken, now, later;    // ids
+    unsigned id;              // of the lane's next unit
+    const unsigned char* from[ADDRESSES];  // in page 0, or its record
+    unsigned stride[ADDRESSES];            // from page to page
+    unsigned to;                           // from the first stage on
     const unsigned char* word_from;
     unsigned word_to;
     const int place, part, head, lane;
@@ -111,54 +130,40 @@ struct Feed {
     const unsigned page_stride;
 
     __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* pages_of_sequence, int h_kv, const Range& range)
-        : table(pages_of_sequence), unit(range.first), end(range.end), taken(0), place(range.place), part(range.part), head(range.head), lane(range.lane),
-          pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
+        : table(pages_of_sequence), own(range.lane / LANES), slot(range.lane % LANES), next(range.first + own * L::HOP), end(range.end), taken(0), place(range.place), part(range.part),
+          head(range.head), lane(range.lane), pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
         now = entry(0);
         later = entry(32);
+        to = kept<(BATCH > 1)>(own * L::STAGE_BYTES + slot * 16);
+        word_to = kept<(BATCH > 1)>(own * L::STAGE_BYTES + SideStage::word_to(slot));
         if constexpr (UNITS == 1) locate();
     }
 
+    __device__ __forceinline__ int unit() const { return next - own * L::HOP; }  // the batch's first one
     __device__ __forceinline__ int entry(int ahead) const {
-        const int u = unit + (ahead + lane) * L::HOP;
+        const int u = unit() + (ahead + lane) * L::HOP;
         return u < end ? table[u / UNITS] : 0;
     }
 
-    __device__ __forceinline__ int tile(int unit_of_batch) const { return UNITS == 1 ? place : (unit + unit_of_batch * L::HOP) % UNITS * L::TILES + place; }
-
-    // Which unit of the batch a lane's i-th piece belongs to, or its word, by where it goes.
-    static constexpr bool WHOLE = SideStage::PIECES % 32 == 0;  // all lanes' i-th pieces belong to one
-    __device__ __forceinline__ int unit_of(int i) const { return BATCH == 1 ? 0 : WHOLE ? i * 32 / SideStage::PIECES : unit_at(to[i]); }
-    static __device__ __forceinline__ int unit_at(unsigned to) { return BATCH == 1 ? 0 : BATCH == 2 ? to >= L::STAGE_BYTES : to / L::STAGE_BYTES; }
-
+    // Of the lane's next unit.
     __device__ __forceinline__ void locate() {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int u = BATCH == 1 ? 0 : (i * 32 + lane) / SideStage::PIECES, q = i * 32 + lane - u * SideStage::PIECES;
-            const Source source = SideStage::piece(q, tile(u), part);
-            from[i] = source.in_record ? records + source.offset : pages + (head * S::HEAD_BYTES + source.offset);
-            to[i] = kept<!(BATCH == 1 || WHOLE) || S::SCALE_IN_RECORD != 0>(u * L::STAGE_BYTES + q * 16 + source.in_record);
+        const int tile = UNITS == 1 ? place : next % UNITS * L::TILES + place;
+        if constexpr (PIECES > 0) {
+            unrolled<ADDRESSES>([&](auto k) {
+                constexpr int K = decltype(k)::value;
+                const Source source = SideStage::piece(first_of(K) * LANES + slot, tile, part);
+                from[K] = source.in_record ? records + source.offset : pages + (head * S::HEAD_BYTES + source.offset);
+                stride[K] = source.in_record ? S::RECORD_BYTES : page_stride;
+            });
         }
-        if constexpr (WORDS > 0) {
-            const int u = BATCH == 1 ? 0 : lane / SideStage::WORDS, w = lane - u * SideStage::WORDS;
-            word_from = records + SideStage::word(w, tile(u), head);
-            word_to = kept<(BATCH > 1)>(u * L::STAGE_BYTES + SideStage::word_to(w));
-        }
+        if constexpr (WORDS > 0) word_from = records + SideStage::word(slot, tile, head);
     }
     // In a register, where locations are for all copies and some instructions away: found anew they would take as long as a copy.
     template <bool FAR>
     static __device__ __forceinline__ int kept(int x) { return FAR && UNITS == 1 ? rolled(x) : x; }
 
-    // Gives all lanes the ids of the next batch. Once before the first copy, which waits for them.
-    __device__ __forceinline__ void begin() {
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u) ids[u] = __shfl_sync(~0u, now, taken + u);
-    }
-    __device__ __forceinline__ unsigned id_of(int u) const {
-        unsigned id = ids[0];
-#pragma unroll
-        for (int other = 1; other < BATCH; ++other) id = u == other ? ids[other] : id;
-        return id;
-    }
+    // Gives the lane the id of its next unit's page. Once before the first copy, which waits for it.
+    __device__ __forceinline__ void begin() { id = __shfl_sync(~0u, now, taken + own); }
 
     // Asks for the records of the first COUNT units' pages, into the L2 cache, for their lists: where a head's begins is not known before the pages' directories have
     // come. Of the teams that share a unit the first one does. What it gains is not what one would think (docs/kernels-history.md, v27).
@@ -167,46 +172,37 @@ struct Feed {
         if constexpr (S::SPARSE) {
             if (place != 0) return;
 #pragma unroll 1
-            for (int i = 0; i < COUNT && unit + i * L::HOP < end; ++i) {
-                const unsigned id = __shfl_sync(~0u, now, i);
-                if (UNITS > 1 && i > 0 && (unit + i * L::HOP) % UNITS >= L::HOP) continue;  // of the page before
-                for (int at = 128 * lane; at < S::RECORD_BYTES; at += 128 * 32) prefetch(beyond(records, id, S::RECORD_BYTES) + at);
+            for (int i = 0; i < COUNT && unit() + i * L::HOP < end; ++i) {
+                const unsigned page = __shfl_sync(~0u, now, i);
+                if (UNITS > 1 && i > 0 && (unit() + i * L::HOP) % UNITS >= L::HOP) continue;  // of the page before
+                for (int at = 128 * lane; at < S::RECORD_BYTES; at += 128 * 32) prefetch(beyond(records, page, S::RECORD_BYTES) + at);
             }
         }
     }
 
-    // Starts the copies of the next batch, as far as there are units.
+    // Starts the copies of the next batch, as far as there are units: without a branch, which would take as long as they do.
     __device__ __forceinline__ void copy(unsigned char* stage) {
-        if (unit < end) {
-            const bool whole = BATCH == 1 || unit + (BATCH - 1) * L::HOP < end;
-            const int left = BATCH <= 2 ? 1 : (end - unit + L::HOP - 1) / L::HOP;  // units, if they are not a whole batch
-            if constexpr (UNITS > 1) locate();
-            const unsigned start = shared_address(stage);
+        const bool there = next < end;
+        if constexpr (UNITS > 1) locate();
+        const unsigned start = shared_address(stage);
+        const unsigned char* address[ADDRESSES];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int u = unit_of(i);
-                const unsigned id = id_of(u);
-                const bool record = S::SCALE_IN_RECORD && to[i] & 1u;
-                if ((i * 32 + 32 <= PIECES || i * 32 + lane < PIECES) && (whole || u < left)) {
-                    copy_async<16>(start + (S::SCALE_IN_RECORD ? to[i] & ~1u : to[i]), beyond(from[i], id, record ? S::RECORD_BYTES : page_stride));
-                }
-            }
-            if constexpr (WORDS > 0) {
-                const int u = unit_at(word_to);
-                const unsigned id = id_of(u);
-                if (lane < WORDS && (whole || u < left)) {
-                    copy_async<4>(start + word_to, beyond(word_from, id, S::RECORD_BYTES));
-                    if (S::SPARSE && lane % SideStage::WORDS == 0) *reinterpret_cast<unsigned*>(stage + u * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
-                }
-            }
-            unit += BATCH * L::HOP;
-            taken += BATCH;
-            if (taken == 32) {
-                taken = 0, now = later;
-                later = entry(32);
-            }
-            begin();
+        for (int k = 0; k < ADDRESSES; ++k) address[k] = PIECES > 0 ? beyond(from[k], id, stride[k]) : nullptr;
+        unrolled<EACH>([&](auto i) {
+            constexpr int I = decltype(i)::value, LEFT = PIECES - I * LANES;
+            copy_async<16>(start + to + I * LANES * 16, address[address_of(I)] + behind(I), there && (LEFT >= LANES || slot < LEFT));
+        });
+        if constexpr (WORDS > 0) {
+            copy_async<4>(start + word_to, beyond(word_from, id, S::RECORD_BYTES), there && slot < WORDS);
+            if (S::SPARSE && there && slot == 0) *reinterpret_cast<unsigned*>(stage + own * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
         }
+        next += BATCH * L::HOP;
+        taken += BATCH;
+        if (taken == 32) {
+            taken = 0, now = later;
+            later = entry(32);
+        }
+        begin();
         copy_commit();
     }
 };

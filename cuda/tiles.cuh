@@ -15,6 +15,7 @@ namespace signpost {
 template <typename C, typename BytePages>
 __device__ __forceinline__ void ask_tables(const Place<C>& at, const Outliers<C>& outliers, BytePages& byte_pages) {
     if constexpr (C::BYTES) byte_pages.prepare();
+    at.prepare_meetings();
     at.ask_codebooks();
     if constexpr (!C::BYTES) outliers.prepare();
 }
@@ -122,9 +123,10 @@ struct TilePages {
         PageAngles<C> angles(at);
         if constexpr (L::ROPE && KP) {
             angles.start(first, count);
-            at.meet();  // nobody reads the query of an earlier stretch of pages any more
+            if constexpr (!L::MEETS_LATER) at.meet();  // nobody reads the query of an earlier stretch of pages any more
             angles.turn_query(0);
-            at.meet();
+            if constexpr (L::MEETS_LATER) at.come();
+            else at.meet();
         }
         if constexpr (KEY_LISTS) {
             arrived<COPIES - 1>();
@@ -138,6 +140,7 @@ struct TilePages {
             const int next_slot = slot + TURN_TILES * L::STAGE_BYTES == SLOTS * L::STAGE_BYTES ? 0 : slot + TURN_TILES * L::STAGE_BYTES;
             unsigned char *const stages = ring + slot, *const next = ring + next_slot;
             if (TURN_TILES > 1 && live < TURN_TILES) arrived<0>();  // the last turn: its groups are not counted
+            if constexpr (L::MEETS_LATER && KP) at.await();
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
             static_assert(STACK == 1 || B == STACK, "all tiles that share columns together");
             float score[STACK][NT][4];
@@ -169,7 +172,8 @@ struct TilePages {
                 for (int i = 0; i < STACK; ++i) keys.add_zeros(turn, i, score[i]);
                 if constexpr (L::ROPE) angles.turn_query(turn + 1);
                 if constexpr (L::PARTS > 1) leave_scores(turn, score[0]);
-                if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
+                if constexpr (L::MEETS_LATER) at.come();
+                else if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
                 if constexpr (L::PARTS > 1) add_scores(turn, score[0]);
 #pragma unroll
                 for (int i = 0; i < STACK; ++i) keys.shift(score[i]);
@@ -207,6 +211,7 @@ struct TilePages {
             slot = next_slot;
         }
         arrived<0>();
+        if constexpr (L::MEETS_LATER && KP) at.await();  // nobody reads the query any more
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
 

@@ -176,7 +176,8 @@ inline unsigned load_global8(const void* p) { return *static_cast<const unsigned
 inline unsigned short load_global16(const void* p) { return *static_cast<const unsigned short*>(p); }
 
 template <int BYTES>
-void copy_async(unsigned to, const void* from) {
+void copy_async(unsigned to, const void* from, bool there = true) {
+    if (!there) return;
     if (to % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES) {
         std::fprintf(stderr, "copy_async: not aligned\n");
         std::abort();
@@ -228,6 +229,26 @@ inline void group_barrier(int id, int threads) {
     }
     barrier.members = threads;
     emulator::meet(barrier);
+}
+inline void make_meeting(unsigned at, int warps) { emulator::current->block->arrivals[at].warps = warps; }
+inline void arrive(unsigned at) {
+    __syncwarp();
+    if (emulator::current->thread % 32) return;
+    emulator::Arrivals& come = emulator::current->block->arrivals[at];
+    SIGNPOST_ARRIVES(come);
+    if (++come.arrived < come.warps) return;
+    std::memcpy(come.clock[1], come.clock[0], sizeof(come.clock[0]));
+    std::memset(come.clock[0], 0, sizeof(come.clock[0]));
+    come.arrived = 0, ++come.meetings, ++emulator::progress;
+}
+inline void await_arrivals(unsigned at, unsigned parity) {
+    emulator::Arrivals& come = emulator::current->block->arrivals[at];
+    if (!come.warps) {
+        std::fprintf(stderr, "nobody made the meeting at %u\n", at);
+        std::abort();
+    }
+    while (come.meetings % 2 == parity) emulator::wait();
+    SIGNPOST_AWAITED(come);
 }
 
 }  // namespace signpost

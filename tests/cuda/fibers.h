@@ -70,6 +70,13 @@ struct Barrier {
     uint32_t warps = 0;  // that have arrived
 };
 
+// Warps that have come, and how often all have; `clock` is what races.h knows of them.
+struct Arrivals {
+    int warps = 0, arrived = 0;
+    unsigned meetings = 0;
+    uint32_t clock[2][16] = {};  // of those that have come, of those of the last meeting
+};
+
 struct Warp {
     Barrier barrier;
     uint64_t values[2][32];
@@ -83,6 +90,7 @@ struct Block {
     Barrier barrier;
     std::vector<Warp> warps;
     std::map<int, Barrier> groups;  // of threads that meet at a barrier with a number
+    std::map<unsigned, Arrivals> arrivals;  // by where they are in shared memory
     std::unique_ptr<unsigned char[]> memory;
     unsigned char* shared;
     Cluster* cluster;
@@ -249,7 +257,11 @@ inline void emulator::met(Barrier& barrier) {
     if (&barrier != &warp().barrier) races::join(barrier.warps);
     barrier.warps = 0;
 }
+#define SIGNPOST_ARRIVES(come) races::arrive((come).clock[0], emulator::current->thread / 32)
+#define SIGNPOST_AWAITED(come) races::awaited((come).clock[1], emulator::current->thread / 32)
 #else
+#define SIGNPOST_ARRIVES(come)
+#define SIGNPOST_AWAITED(come)
 #define SIGNPOST_ATOMIC
 #define SIGNPOST_SEEN(address, size, kind)
 inline void emulator::met(Barrier&) {}

@@ -62,6 +62,15 @@ SIGNPOST_UNSEEN inline void join(uint32_t warps) {
     }
 }
 
+// A warp has come to where others wait for it later; has waited for them.
+SIGNPOST_UNSEEN inline void arrive(uint32_t (&come)[WARPS], int warp) {
+    for (int i = 0; i < WARPS; ++i) come[i] = come[i] < clocks[warp][i] ? clocks[warp][i] : come[i];
+    ++clocks[warp][warp];
+}
+SIGNPOST_UNSEEN inline void awaited(const uint32_t (&come)[WARPS], int warp) {
+    for (int i = 0; i < WARPS; ++i) clocks[warp][i] = clocks[warp][i] < come[i] ? come[i] : clocks[warp][i];
+}
+
 SIGNPOST_UNSEEN inline bool ordered(const Access& before, int warp, int lane, uint32_t meeting) {
     if (!before.clock) return true;
     if (before.warp != warp) return before.clock <= clocks[warp][before.warp];
