@@ -103,7 +103,7 @@ struct ProjectedFactors {
             query.multiply_paged(a, operand, s, sum);
         }
 #pragma unroll
-        for (int n = 0; n < NT; ++n) in_two(sum[n][0], sum[n][1], projected[n]);
+        for (int n = 0; n < NT; ++n) in_two(sum[n][0] * at.scale_left(), sum[n][1] * at.scale_left(), projected[n]);
     }
 
     // score += left times right times the query.

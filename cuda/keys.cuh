@@ -30,7 +30,7 @@ struct Keys {
     // Once a block. values: the codebook.
     __device__ __forceinline__ void prepare(const float* values) {
         if constexpr (L::KEY_CODED) {
-            if (threadIdx.x == 0) at.floats(L::SPACING)[0] = CODES * (values[1] - values[0]), at.floats(L::SPACING)[1] = values[0];
+            if (threadIdx.x == 0) at.floats(L::SPACING)[0] = CODES * (values[1] - values[0]) * at.scale_left(), at.floats(L::SPACING)[1] = values[0];
         } else if constexpr (K::BITS > 0) {
             Table::fill(at.shared, values, 1.f / L::KEY_SPREAD);
         }
@@ -246,7 +246,7 @@ struct Keys {
         // What zero points and the origin add to the lane's columns.
         __device__ __forceinline__ void finish(int phase, float origin) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) added[e] = fmaf(origin, origins[e], __shfl_sync(~0u, zeros[0][e] + zeros[1][2 + e], 4 * tile_of(2 * at.c + e, phase) + at.c));
+            for (int e = 0; e < 2; ++e) added[e] = at.scale_left() * fmaf(origin, origins[e], __shfl_sync(~0u, zeros[0][e] + zeros[1][2 + e], 4 * tile_of(2 * at.c + e, phase) + at.c));
         }
     };
 

@@ -252,11 +252,10 @@ struct Place : Task {
     const AttendParams& params;
     unsigned char* const shared;
     const int warp, lane, r, c, part, team, tile, group;
-    unsigned meetings;  // that the warp has waited for (`await`)
 
     __device__ __forceinline__ Place(const AttendParams& p, unsigned char* s)
         : Task{}, params(p), shared(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32), r(lane / 4), c(lane % 4),
-          part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES), meetings(0) {}
+          part(warp % L::PARTS), team(warp / L::PARTS), tile(team % L::TILES), group(team / L::TILES) {}
 
     // The query, and where it is as the operand that meets exact tokens.
     __device__ __forceinline__ float* query() const { return floats(L::QUERY + own(L::QUERY_BYTES)); }
@@ -313,21 +312,21 @@ struct Place : Task {
     // The head's step that is this warp's step s.
     __device__ __forceinline__ int step(int s) const { return part * L::SHARE + s; }
 
+    // Queries that meet codes are scaled by a power of two, so that they are not rounded; what is left of the scale is for the sums.
+    __device__ __forceinline__ float scale_left() const { return L::KEY_CODED ? __int_as_float((__float_as_int(params.scale) & 0x7fffff) | 0x3f800000) : 1.f; }
+
     // Waits for the warps that share a turned query or scores with this one.
     __device__ __forceinline__ void meet() const {
         if constexpr (L::MEETING == 1) __syncwarp();
         else group_barrier(1 + warp / L::MEETING, 32 * L::MEETING);
     }
 
-    // The same in two steps: who has come goes on, and waits some time later; between two arrivals each waits once.
+    // The same in two steps: who has come goes on, and waits some time later; between two arrivals each waits once. which: how many there were before, of an even number in all.
     __device__ __forceinline__ void prepare_meetings() const {
         if (L::MEETS_LATER && threadIdx.x < L::GROUPS) make_meeting(shared_address(shared) + L::MEETINGS + 8 * threadIdx.x, L::MEETING);
     }
     __device__ __forceinline__ void come() const { arrive(shared_address(shared) + L::MEETINGS + 8 * group); }
-    __device__ __forceinline__ void await() {
-        await_arrivals(shared_address(shared) + L::MEETINGS + 8 * group, meetings & 1u);
-        ++meetings;
-    }
+    __device__ __forceinline__ void await(int which) const { await_arrivals(shared_address(shared) + L::MEETINGS + 8 * group, which % 2); }
 
     // Whether a lane's columns 2c + e belong to a phase.
     __device__ __forceinline__ bool in_phase(int e, int phase) const { return L::USED == L::COLUMNS && L::PHASES == 1 || L::phase_of(2 * c + e) == phase; }

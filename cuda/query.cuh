@@ -74,7 +74,7 @@ struct Query {
             for (int e = 0; e < 2; ++e) {
                 const float x = row < ROWS ? paged_number(row, ch + e) * (ch < K::ROPE_DIM ? params.rope_scaling : 1.f) : 0.f;
                 if constexpr (!L::EXACT_LATE) exact[e] = to_half(row < ROWS ? q[row * D + ch + e] : 0.f);
-                of_pages[e] = to_half(L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch + e] : x);
+                of_pages[e] = to_half((L::CHANNELS_FOLDED && !L::ROPE ? x * at.floats(L::KEY_SCALE)[ch + e] : x) * (1.f / at.scale_left()));
             }
 #pragma unroll
             for (int n = row; n < COLUMNS; n += L::PITCH) {

@@ -132,15 +132,15 @@ struct TilePages {
             arrived<COPIES - 1>();
             ask_keys(ring, 0, count);
         }
-        int slot = 0;  // the turn's first one, in bytes
+        int slot = 0, turn = 0;  // slot: the turn's first one, in bytes
 #pragma unroll 1
-        for (int done = 0, turn = 0; done < count; done += TURN_TILES, ++turn) {
+        for (int done = 0; done < count; done += TURN_TILES, ++turn) {
             const int live = min(TURN_TILES, count - done);
             const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
             const int next_slot = slot + TURN_TILES * L::STAGE_BYTES == SLOTS * L::STAGE_BYTES ? 0 : slot + TURN_TILES * L::STAGE_BYTES;
             unsigned char *const stages = ring + slot, *const next = ring + next_slot;
             if (TURN_TILES > 1 && live < TURN_TILES) arrived<0>();  // the last turn: its groups are not counted
-            if constexpr (L::MEETS_LATER && KP) at.await();
+            if constexpr (L::MEETS_LATER && KP) at.await(turn);
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
             static_assert(STACK == 1 || B == STACK, "all tiles that share columns together");
             float score[STACK][NT][4];
@@ -211,7 +211,10 @@ struct TilePages {
             slot = next_slot;
         }
         arrived<0>();
-        if constexpr (L::MEETS_LATER && KP) at.await();  // nobody reads the query any more
+        if constexpr (L::MEETS_LATER && KP) {  // nobody reads the query any more; an even number of times
+            at.await(turn);
+            if (turn % 2 == 0) at.come(), at.await(turn + 1);
+        }
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
 

@@ -90,12 +90,10 @@ def test_values_far_from_one(formats, times, monkeypatch):
 
 
 @pytest.mark.parametrize("factors", [None, LowRank(4, 2)], ids=["", "factors"])
-@pytest.mark.parametrize("g", [1, 4])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("alone", "g"), [(False, 1), (False, 4), (True, 4)])
 def test_values_that_grow(alone, g, factors, monkeypatch):
     """Scales are small at first, then above 2, then above 512: what was summed up before follows. The last third of the
-    tokens decides, so less is lost on average than elsewhere: up to 2.6 times fp16's error (looked up: 1.7), more than
-    the twice that is held elsewhere."""
+    tokens decides, in one sequence a few of them, whose error is then 2.4 times fp16's."""
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone))
     numbers = paged.numbers
 
@@ -106,12 +104,7 @@ def test_values_that_grow(alone, g, factors, monkeypatch):
 
     monkeypatch.setattr(paged, "numbers", growing)
     formats = LayerFormat(*(replace(fmt, lowrank=factors) for fmt in (kivi(2).key, kivi(2).value)))
-    scene = paged.Scene.of(case(formats, 2 * g), [1500, 700])
-    q = scene.query()
-    out = scene.run(q)
-    for i in range(2):
-        reference = scene.oracle(q, i)
-        assert paged.relative(out[i], reference) <= 3 * paged.relative(scene.half(q, i), reference)
+    assert times_half(case(formats, 2 * g), [1500, 700, 800, 900, 1000, 1100]) <= 2
 
 
 def test_small_values_of_many_light_tokens(monkeypatch):
