@@ -124,9 +124,13 @@ struct Keys {
     }
     __device__ __forceinline__ void finish(const unsigned char* stage, float (&score)[NT][4]) const {
         if constexpr (L::KEY_FOLDED) fold_scales(stage, score);
-        if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, at.sketch_operand(), at.sketch_factors(), score);
-        if constexpr (K::OUTLIER_SKETCH > 0) {
-            sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, at.outlier_operand(), at.outlier_factors(), score);
+        if constexpr (K::SKETCH + K::OUTLIER_SKETCH > 0) {
+            float of_rows[L::SKETCH_ROWS][2] = {};
+            if constexpr (K::SKETCH > 0) sketch<K::SKETCH, KeyStage::OWN_SIGNS>(stage + KeyStage::SIGNS, stage + KeyStage::NORMS, at.sketch_operand(), at.sketch_factors(), of_rows);
+            if constexpr (K::OUTLIER_SKETCH > 0) {
+                sketch<K::OUTLIER_SKETCH, KeyStage::OWN_OUTLIER_SIGNS>(stage + KeyStage::OUTLIER_SIGNS, stage + KeyStage::OUTLIER_NORMS, at.outlier_operand(), at.outlier_factors(), of_rows);
+            }
+            deal_out(of_rows, score);
         }
     }
 
@@ -437,57 +441,87 @@ struct Keys {
         }
     }
 
-    // score += norm of the token * (signs of the token, projected query), this warp's share of the sketch. A word of a token meets the query in one
-    // product of bytes: a lane takes the bits c of its bytes, and 4 + c, as they stand (query.cuh: sketched).
+    // Scores of row 4 k + c of tokens r and r + 8 += norm of the token * (signs of the token, projected query), this warp's share of the sketch. A lane masks its bits, a product of bytes takes them
+    // where they stand (query.cuh: sketched).
     template <int M, int STAGED>
-    __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand, int factors, float (&score)[NT][4]) const {
-        constexpr int WORDS = M / 32, IN_STAGE = STAGED / 32, MINE = (WORDS + L::PARTS - 1) / L::PARTS;  // words a token; STAGED: bits in the stage
+    __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand, int factors, float (&of_rows)[L::SKETCH_ROWS][2]) const {
+        using Sketch = Sketched<M, L::PARTS>;
+        constexpr int IN_STAGE = STAGED / 32, MINE = Sketch::MINE, EACH = Sketch::EACH, TWO = MINE & 2;  // STAGED: bits in the stage
         int sums[L::SKETCH_ROWS][4] = {};
-        const unsigned* mine = reinterpret_cast<const unsigned*>(signs) + at.r * IN_STAGE + (IN_STAGE == WORDS ? at.part * MINE : 0);
-        const uint2* query_digits = reinterpret_cast<const uint2*>(at.shared + operand) + at.lane;
-        const unsigned low_bits = 0x01010101u << at.c, high_bits = 0x10101010u << at.c;
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            const int w = at.part * MINE + i;
-            if (WORDS % L::PARTS && w >= WORDS) break;
-            const unsigned x = mine[i], y = mine[8 * IN_STAGE + i];
-            const unsigned a[4] = {x & low_bits, y & low_bits, x & high_bits, y & high_bits};
+        const unsigned* const mine = reinterpret_cast<const unsigned*>(signs) + at.r * IN_STAGE + (IN_STAGE == Sketch::WORDS ? at.part * MINE : 0);
+        const uint2* const digits = reinterpret_cast<const uint2*>(at.shared + operand) + at.part * (MINE * 32) + at.lane;
+        // Bits 2 i and 2 i + 1 of the bytes of x and y, which are a lane's bits of the upper and the lower tokens, in product `which`.
+        auto multiply = [&](unsigned x, unsigned y, int i, int which) {
+            const unsigned low = 0x01010101u << 2 * i, high = low << 1, a[4] = {masked(x, low), masked(y, low), masked(x, high), masked(y, high)};
 #pragma unroll
             for (int k = 0; k < L::SKETCH_ROWS; ++k) {
-                const uint2 b = query_digits[(k * WORDS + w) * 32];
+                const uint2 b = digits[(k * Sketch::ALL + which) * 32];
                 mma_of_unsigned(sums[k], a, b.x, b.y);
             }
+        };
+        if constexpr (EACH > 0) {
+            unsigned x[EACH], y[EACH];
+            take_words<EACH, IN_STAGE % EACH == 0 && MINE % EACH == 0>(mine + at.c * EACH, x);
+            take_words<EACH, IN_STAGE % EACH == 0 && MINE % EACH == 0>(mine + 8 * IN_STAGE + at.c * EACH, y);
+#pragma unroll
+            for (int g = 0; g < EACH; ++g) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply(x[g] >> i / 2 * 4, y[g] >> i / 2 * 4, i % 2, 4 * g + i);
+            }
         }
-        // Lanes c = 0 and 1 have the digits of an even row, 2 and 3 those of an odd one.
-        const float first = at.c % 2 ? 65536.f : 1.f, second = at.c % 2 ? 0.f : 256.f;
-        const __half* norm = reinterpret_cast<const __half*>(norms);
+        if constexpr (TWO > 0) {
+            const unsigned* const word = mine + 4 * EACH + at.c / 2;
+            const unsigned x = word[0] >> at.c % 2 * 4, y = word[8 * IN_STAGE] >> at.c % 2 * 4;
+            multiply(x, y, 0, 4 * EACH), multiply(x, y, 1, 4 * EACH + 1);
+        }
+        if constexpr (MINE % 2 > 0) {
+            const unsigned* const word = mine + 4 * EACH + TWO;
+            multiply(word[0] >> 2 * at.c, word[8 * IN_STAGE] >> 2 * at.c, 0, 4 * EACH + TWO);
+        }
+        const __half* const norm = reinterpret_cast<const __half*>(norms) + at.r;
+#pragma unroll
+        for (int k = 0; k < L::SKETCH_ROWS; ++k) {
+            const float2 factor = reinterpret_cast<const float2*>(at.shared + factors)[min(4 * k + at.c, L::COLUMNS - 1)];
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                const float sum = static_cast<float>(sums[k][2 * u] + 256 * sums[k][2 * u + 1]);  // of both digits
+                of_rows[k][u] += __half2float(norm[8 * u]) * (sum * factor.x - (at.part == 0 ? factor.y : 0.f));
+            }
+        }
+    }
+    // Words that follow each other; ALIGNED: as far as one load takes.
+    template <int N, bool ALIGNED>
+    static __device__ __forceinline__ void take_words(const unsigned* from, unsigned (&x)[N]) {
+        if constexpr (ALIGNED && N == 2) {
+            const uint2 both = *reinterpret_cast<const uint2*>(from);
+            x[0] = both.x, x[1] = both.y;
+        } else if constexpr (ALIGNED && N == 4) {
+            const uint4 all = *reinterpret_cast<const uint4*>(from);
+            x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = from[i];
+        }
+    }
+
+    // score += what lanes have of rows, to all columns of these.
+    __device__ __forceinline__ void deal_out(const float (&of_rows)[L::SKETCH_ROWS][2], float (&score)[NT][4]) const {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-            float total[NT][2];
+            float x[NT][2];
 #pragma unroll
-            for (int k = 0; k < L::SKETCH_ROWS; ++k) {
-                float x = static_cast<float>(sums[k][2 * u]) * first + static_cast<float>(sums[k][2 * u + 1]) * second;
-                x += __shfl_xor_sync(~0u, x, 1);
+            for (int e = 0; e < (L::PITCH > 1 ? 2 : 1); ++e) {
 #pragma unroll
-                for (int odd = 0; odd < (L::PITCH > 1 ? 2 : 1); ++odd) {
-                    const float of_row = __shfl_sync(~0u, x, 4 * at.r + 2 * odd);
+                for (int k = 0; k < L::SKETCH_ROWS; ++k) {
+                    const float of_row = __shfl_sync(~0u, of_rows[k][u], 4 * at.r + L::row_of(2 * at.c + e) % 4);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            if (L::PITCH > 1 && e != odd) continue;
-                            if (k == 0 || L::row_of(8 * n + 2 * at.c + e) / 2 == k) total[n][e] = of_row;
-                        }
+                        if (k == 0 || L::row_of(8 * n + 2 * at.c + e) / 4 == k) x[n][e] = of_row;
                     }
                 }
             }
-            const float size = __half2float(norm[at.r + 8 * u]);
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const float4 factor = reinterpret_cast<const float4*>(at.shared + factors)[4 * n + at.c];  // of two columns
-                score[n][2 * u] += size * (total[n][0] * factor.x - (at.part == 0 ? factor.y : 0.f));
-                score[n][2 * u + 1] += size * (total[n][1] * factor.z - (at.part == 0 ? factor.w : 0.f));
-            }
+            for (int n = 0; n < NT; ++n) score[n][2 * u] += x[n][0], score[n][2 * u + 1] += x[n][L::PITCH > 1];
         }
     }
 };

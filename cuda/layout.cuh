@@ -46,6 +46,28 @@ struct LineChunk {
     int length[32], offset[32], before[32];
 };
 
+// Which lanes have which bits of a sketch of M bits, of which each of PARTS warps has MINE words of a token. Four words meet the query in four products of bytes: each lane of a row has one of
+// them. Two or one that are left are shared by two or four lanes.
+template <int M, int PARTS>
+struct Sketched {
+    static constexpr int WORDS = M / 32, MINE = (WORDS + PARTS - 1) / PARTS, ALL = PARTS * MINE, EACH = MINE / 4;  // EACH: words of a lane that it has for itself; they follow each other
+
+    // Of bit `bit` of word `word` of a warp: the lane of its row, and which bit it is of what the lane has there; the product, the word of the operand, and the bit's value in its byte as a power
+    // of two. Bits of a byte that stand four higher are taken from the word shifted by four.
+    struct Where {
+        int c, product, half, power;
+    };
+    static __device__ __forceinline__ Where where(int word, int bit) {
+        constexpr int TWO = MINE & 2;
+        const int left = word - 4 * EACH;
+        int c, first, own;
+        if (left < 0) c = word / (EACH ? EACH : 1), first = word % (EACH ? EACH : 1) * 4, own = bit;
+        else if (left < TWO) c = 2 * left + bit / 4, first = 4 * EACH, own = bit % 4;
+        else c = bit / 2, first = 4 * EACH + TWO, own = bit % 2;
+        return {c, first + own / 2, own % 2, own % 4};
+    }
+};
+
 // C: Key, Value (sides.cuh), Model, D, ROWS, BLOCKS (of a multiprocessor), ALONE, BYTES, WARPS, PARTS, UNIT (tokens at most), PHASES, STACK, TURNS (of a tile a phase, that a
 // warp's ring holds).
 template <typename C>
@@ -132,7 +154,7 @@ struct Layout {
     static constexpr bool KEEPS_QUERY = !KEY_PAGES_SCALED && !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
     // Tiles that are worked on together, so that one's look-ups hide the other's, or with codes that share what scales the query; keys that go step by step have the factors of one
     // segment at hand. Where warps are alone factors and two tiles' codes would not fit the registers.
-    static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE && PHASES > 2)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
+    static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
     using ValueStage = Stage<V, D, false, PARTS>;
     static constexpr int STAGE_BYTES = EXACT ? 1024 : KeyStage::BYTES + ValueStage::BYTES;  // without pages the ring is there for what takes its place
@@ -161,10 +183,11 @@ struct Layout {
     static constexpr int QUERY = KEY_TABLE_BYTES + VALUE_TABLE_BYTES, QUERY_BYTES = ROWS * D * 4;  // f32 [ROWS][D], of each warp if they are alone
     static constexpr int EXACT_OPERAND = QUERY + QUERY_BYTES * (ALONE ? WARPS : 1);                  // f16, likewise
     static constexpr int PAGED_OPERAND = EXACT_OPERAND + (EXACT_LATE ? 0 : QUERY_WORDS * 4 * (ALONE ? WARPS : 1));  // f16 [buffers]
-    // Of a sketch: the query's digits as second operands, two rows an operand, and what turns a column's sums into scores; of each warp if they are alone.
-    static constexpr int SKETCH_ROWS = (ROWS + 1) / 2;  // operands
-    static constexpr int SKETCH_BYTES = SKETCH_ROWS * K::SKETCH * 8, OUTLIER_BYTES = SKETCH_ROWS * K::OUTLIER_SKETCH * 8, FACTOR_BYTES = COLUMNS * 8;
-    static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][SKETCH / 32][32][8]
+    // Of a sketch: the query's digits as second operands, four rows an operand, and what turns a row's sums into scores; of each warp if they are alone.
+    static constexpr int SKETCH_ROWS = (ROWS + 3) / 4;  // operands
+    static constexpr int SKETCH_BYTES = SKETCH_ROWS * Sketched<K::SKETCH, PARTS>::ALL * 256, OUTLIER_BYTES = SKETCH_ROWS * Sketched<K::OUTLIER_SKETCH, PARTS>::ALL * 256;
+    static constexpr int FACTOR_BYTES = COLUMNS * 8;
+    static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][words][32][8]
     static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_BYTES * (ALONE ? WARPS : 1);
     static constexpr int SKETCH_FACTORS = OUTLIER_OPERAND + OUTLIER_BYTES * (ALONE ? WARPS : 1);  // f32 [COLUMNS][2], also of outliers
     static constexpr int OUTLIER_FACTORS = SKETCH_FACTORS + (K::SKETCH ? FACTOR_BYTES * (ALONE ? WARPS : 1) : 0);

@@ -134,13 +134,14 @@ struct Query {
 
     // x = c / M * S q, numbers `first` ... of what was made of a row, as second operands. A warp a row.
     //
-    // What it meets are bits at their places in bytes: 0 or 2^p. So a number is a whole number of units / 2^p, of three bytes, digits from
-    // -128 to 127, which are three columns. With s = 2 bit - 1 the score is 2 sum(bit x) - sum(x).
+    // What it meets are bits at their places in bytes: 0 or 2^p, p up to 3. So a number is a whole number of units / 2^p, of two bytes, digits from
+    // -128 to 127, which are two columns. With s = 2 bit - 1 the score is 2 sum(bit x) - sum(x).
     template <int M>
     __device__ __forceinline__ void sketched(int first, int operand, int factors) const {
+        using Sketch = Sketched<M, L::PARTS>;
 #pragma unroll 1
         for (int row = L::ALONE ? 0 : at.warp; row < ROWS && there(row); row += L::ALONE ? 1 : L::WARPS) {
-            constexpr int WORDS = M / 32;
+            constexpr int WORDS = Sketch::WORDS;
             const float* const from = projected(row) + first + at.lane;
             float x[WORDS], most = 0.f, sum = 0.f;
 #pragma unroll
@@ -152,19 +153,14 @@ struct Query {
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
                 sum += __shfl_xor_sync(~0u, sum, mask);
             }
-            const float units = 8.3e6f / fmaxf(most, 1e-20f);  // three digits reach 8355711
-            const int p = at.lane % 8, b = at.lane / 8;        // of a word: byte b's bit p
-            const float scale = units / static_cast<float>(1 << p);
-            unsigned char* const to = at.shared + operand + (row / 2 * WORDS * 32 + row % 2 * 16 + p % 4) * 8 + p / 4 * 4 + b;
+            const float units = 32600.f / fmaxf(most, 1e-20f);  // two digits reach 32639
+            unsigned char* const of_row = at.shared + operand + (row / 4 * (Sketch::ALL * 32) + row % 4 * 8) * 8 + at.lane / 8;
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
-                int number = __float2int_rn(x[i] * scale);
-#pragma unroll
-                for (int digit = 0; digit < 3; ++digit) {
-                    const int low = (number + 128 & 255) - 128;
-                    to[(i * 32 + 4 * digit) * 8] = static_cast<unsigned char>(low);
-                    number = (number - low) / 256;
-                }
+                const typename Sketch::Where where = Sketch::where(i % Sketch::MINE, at.lane % 8);
+                const int number = __float2int_rn(x[i] * units / static_cast<float>(1 << where.power)), low = (number + 128 & 255) - 128;
+                unsigned char* const to = of_row + ((i / Sketch::MINE * Sketch::MINE + where.product) * 32 + where.c) * 8 + where.half * 4;
+                to[0] = static_cast<unsigned char>(low), to[32] = static_cast<unsigned char>((number - low) / 256);
             }
             for (int n = at.lane; n < COLUMNS; n += 32) {
                 if (L::row_of(n) == row) reinterpret_cast<float2*>(at.shared + factors)[n] = make_float2(2.f / units, sum);
