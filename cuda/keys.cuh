@@ -74,8 +74,8 @@ struct Keys {
     }
 
     // Strews a batch's outliers. All lanes.
-    __device__ __forceinline__ void mend(const unsigned char* stages, int live) {
-        outliers.template put<K>(at.params.key.records, stages + KeyStage::DIRECTORY, live, [&](__half correction, unsigned index, unsigned block) {
+    __device__ __forceinline__ void mend(const unsigned char* directories, int live) {
+        outliers.template put<K>(directories, live, [&](__half correction, unsigned index, unsigned block) {
             if constexpr (!L::KEYS_MENDED) return correction;
             return __float2half_rn(__half2float(correction) * at.floats(L::KEY_INVERSE)[32 * block + (index & ~2u) % 32]);  // of a size of at least 1
         });

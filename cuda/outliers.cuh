@@ -39,17 +39,16 @@ struct Outliers {
         }
     }
 
-    // Asks for the lists of the batch that comes next: of its `live` tiles, whose directories lie a stage apart.
+    // Asks for the lists of the batch that comes next: of its `live` tiles, whose directories follow each other.
     template <typename S>
-    __device__ __forceinline__ void ask(const unsigned char* records, const unsigned char* directories, int live) {
+    __device__ __forceinline__ void ask(const unsigned char* directories, int live) {
         longest = 0;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const TileList<S> list(directories + i * L::STAGE_BYTES, i < live);
+            const TileList<S> list(directories + i * Directory::BYTES, i < live);
             const unsigned mine = list.start + at.lane;
-            const unsigned char* const record = list.record(records);
-            const unsigned char* const indices = beyond(record, mine, 1);
-            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(beyond(record, mine, 2));
+            const unsigned char* const indices = list.record + mine;
+            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(list.record) + mine;
             longest = max(longest, list.count);
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
@@ -61,7 +60,7 @@ struct Outliers {
 
     // Strews them over the tiles. scaled(correction, index, block): what is put there. All lanes.
     template <typename S, typename F>
-    __device__ __forceinline__ void put(const unsigned char* records, const unsigned char* directories, int live, F&& scaled) {
+    __device__ __forceinline__ void put(const unsigned char* directories, int live, F&& scaled) {
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
 #pragma unroll
@@ -80,9 +79,9 @@ struct Outliers {
         if (longer) {
 #pragma unroll 1
             for (int i = 0; i < min(live, BATCH); ++i) {
-                const TileList<S> list(directories + i * L::STAGE_BYTES, true);
-                const unsigned char* const indices = list.record(records) + (S::INDEX + list.start);
-                const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(list.record(records) + S::CORRECTION) + list.start;
+                const TileList<S> list(directories + i * Directory::BYTES, true);
+                const unsigned char* const indices = list.record + (S::INDEX + list.start);
+                const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(list.record + S::CORRECTION) + list.start;
 #pragma unroll 1
                 for (int e = at.lane + 32 * AHEAD; e < list.count; e += 32) {
                     const unsigned block = block_of<D>(corrections[e]);

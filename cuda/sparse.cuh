@@ -12,25 +12,24 @@ namespace signpost {
 template <int D>
 __device__ __forceinline__ unsigned block_of(unsigned correction) { return correction & ((1u << block_bits<D>()) - 1u); }
 
-// What the kernel needs to know of a tile's list, in a stage: u32 where it starts and ends, and the page's id.
+// What the kernel needs to know of a tile's list: u32 where it starts and ends, and where the page's record is.
 struct Directory {
-    static constexpr int START = 0, END = 4, ID = 8, BYTES = 16;
+    static constexpr int START = 0, END = 4, RECORD = 8, BYTES = 16;
 };
 
 // The list of a tile. S: the side's constants.
 template <typename S>
 struct TileList {
-    unsigned start, id;
+    unsigned start;
     int count;
+    const unsigned char* record;
 
-    // directory: in a stage; there: whether there is a tile, or else what was there before says something.
+    // there: whether there is a tile, or else what was there before says something.
     __device__ __forceinline__ TileList(const unsigned char* directory, bool there) {
         const uint4 x = *reinterpret_cast<const uint4*>(directory);
-        start = x.x, count = there ? static_cast<int>(x.y - x.x) : 0, id = x.z;
+        start = x.x, count = there ? static_cast<int>(x.y - x.x) : 0;
+        record = reinterpret_cast<const unsigned char*>(x.z | static_cast<unsigned long long>(x.w) << 32);
     }
-
-    // Of the page. records: of all pages.
-    __device__ __forceinline__ const unsigned char* record(const unsigned char* records) const { return beyond(records, id, S::RECORD_BYTES); }
 };
 
 }  // namespace signpost

@@ -42,12 +42,10 @@ struct Stage {
     static constexpr int NORMS = SIGNS + SIGN_BYTES;
     static constexpr int OUTLIER_SIGNS = NORMS + (S::SKETCH ? NORM_BYTES : 0);
     static constexpr int OUTLIER_NORMS = OUTLIER_SIGNS + OUTLIER_SIGN_BYTES;
-    static constexpr int DIRECTORY = OUTLIER_NORMS + (S::OUTLIER_SKETCH ? NORM_BYTES : 0);  // of outliers, see sparse.cuh
-    static constexpr int SEGMENT = DIRECTORY + (S::SPARSE ? Directory::BYTES : 0);
+    static constexpr int SEGMENT = OUTLIER_NORMS + (S::OUTLIER_SKETCH ? NORM_BYTES : 0);
     static constexpr int BYTES = SEGMENT + (S::RANK ? 16 : 0);
-    static constexpr int PIECES = DIRECTORY / 16;
-    static constexpr int LIST_WORDS = S::SPARSE ? 2 : 0, WORDS = LIST_WORDS + (S::RANK ? 1 : 0);
-    static_assert(BYTES % 16 == 0 && DIRECTORY % 16 == 0 && CODE_BYTES % 16 == 0 && SCALE_BYTES % 16 == 0, "pieces have 16 bytes");
+    static constexpr int PIECES = SEGMENT / 16;
+    static_assert(BYTES % 16 == 0 && SEGMENT % 16 == 0 && CODE_BYTES % 16 == 0 && SCALE_BYTES % 16 == 0, "pieces have 16 bytes");
 
     // Piece q of a part of tile `tile` of a page.
     static constexpr __device__ __forceinline__ Source piece(int q, int tile, int part) {
@@ -75,13 +73,6 @@ struct Stage {
         else if constexpr (KEY || GROUPS == 1) return tile * (2 * TILE * GROUPS) + at;
         else return (part * (D / PARTS) / S::SCALE_CHANNELS + at / 32) * (2 * S::T) + tile * 32 + at % 32;  // groups first, then tokens
     }
-
-    // Word w of what lists and factors need, in the record, and where it goes.
-    static __device__ __forceinline__ int word(int w, int tile, int head) {
-        return w < LIST_WORDS ? S::START + (head * (S::T / TILE) + tile + w) * 4 : S::SEGMENT;
-    }
-    static __device__ __forceinline__ int word_to(int w) { return w < LIST_WORDS ? DIRECTORY + w * 4 : SEGMENT; }
-    static_assert(Directory::START == 0 && Directory::END == 4, "a directory's words follow each other");
 };
 
 // Units of a head, and what a warp takes of each.
@@ -95,8 +86,8 @@ template <typename L, typename S, typename SideStage, int BATCH>
 struct Feed {
     static constexpr int UNITS = S::T / L::T;  // of a page
     static constexpr int LANES = 32 / BATCH;   // of a unit
-    static constexpr int PIECES = SideStage::PIECES, EACH = (PIECES + LANES - 1) / LANES, WORDS = SideStage::WORDS;
-    static_assert(32 % BATCH == 0 && WORDS <= LANES, "a unit's words are one copy");
+    static constexpr int PIECES = SideStage::PIECES, EACH = (PIECES + LANES - 1) / LANES;
+    static_assert(32 % BATCH == 0 && LANES >= 2, "a unit has lanes of its own");
 
     // Whether all lanes' i-th pieces lie as far behind those before as that of a unit's first lane, in whichever tile: then they need no address of their own.
     static constexpr int distance(int i) { return SideStage::piece(i * LANES, 0, 0).offset - SideStage::piece((i - 1) * LANES, 0, 0).offset; }
@@ -117,53 +108,80 @@ struct Feed {
 
     const int* table;
     const int own, slot;      // the lane's unit of a batch, and its place among that unit's lanes
-    int next, end;            // the lane's next unit
-    int taken, now, later;    // ids
-    unsigned id;              // of the lane's next unit
+    int next, end;                // the lane's next unit
+    int taken, now, later, asked; // ids; from which unit on there are more to ask for
+    unsigned id, id_behind;       // of the lane's next unit, and of the one behind that
     const unsigned char* from[ADDRESSES];  // in page 0, or its record
     unsigned stride[ADDRESSES];            // from page to page
     unsigned to;                           // from the first stage on
-    const unsigned char* word_from;
-    unsigned word_to;
+    const unsigned char* segment_from;
+    unsigned segment_to;
+    unsigned char* const directories;  // of the warp: a Directory (sparse.cuh) a unit, batch after batch
+    int directory;                     // the next one, in bytes
     const int place, part, head, lane;
     const unsigned char *const pages, *const records;
     const unsigned page_stride;
 
-    __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* pages_of_sequence, int h_kv, const Range& range)
-        : table(pages_of_sequence), own(range.lane / LANES), slot(range.lane % LANES), next(range.first + own * L::HOP), end(range.end), taken(0), place(range.place), part(range.part),
-          head(range.head), lane(range.lane), pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
-        now = entry(0);
-        later = entry(32);
+    __device__ __forceinline__ Feed(const unsigned char* heads, const unsigned char* record, const int* pages_of_sequence, int h_kv, const Range& range, unsigned char* lists)
+        : table(pages_of_sequence), own(range.lane / LANES), slot(range.lane % LANES), next(range.first + own * L::HOP), end(range.end), taken(0), asked(range.first), directories(lists),
+          directory(0), place(range.place), part(range.part), head(range.head), lane(range.lane), pages(heads), records(record), page_stride(h_kv * S::HEAD_BYTES) {
+        now = entries();
+        later = entries();
         to = kept<(BATCH > 1)>(own * L::STAGE_BYTES + slot * 16);
-        word_to = kept<(BATCH > 1)>(own * L::STAGE_BYTES + SideStage::word_to(slot));
+        segment_to = kept<(BATCH > 1)>(own * L::STAGE_BYTES + SideStage::SEGMENT);
         if constexpr (UNITS == 1) locate();
     }
 
-    __device__ __forceinline__ int unit() const { return next - own * L::HOP; }  // the batch's first one
-    __device__ __forceinline__ int entry(int ahead) const {
-        const int u = unit() + (ahead + lane) * L::HOP;
+    // Asks for the ids of 32 more units.
+    __device__ __forceinline__ int entries() {
+        const int u = asked + lane * L::HOP;
+        asked += 32 * L::HOP;
         return u < end ? table[u / UNITS] : 0;
     }
 
+    __device__ __forceinline__ int tile(int unit) const { return UNITS == 1 ? place : unit % UNITS * L::TILES + place; }
+
     // Of the lane's next unit.
     __device__ __forceinline__ void locate() {
-        const int tile = UNITS == 1 ? place : next % UNITS * L::TILES + place;
         if constexpr (PIECES > 0) {
             unrolled<ADDRESSES>([&](auto k) {
                 constexpr int K = decltype(k)::value;
-                const Source source = SideStage::piece(first_of(K) * LANES + slot, tile, part);
+                const Source source = SideStage::piece(first_of(K) * LANES + slot, tile(next), part);
                 from[K] = source.in_record ? records + source.offset : pages + (head * S::HEAD_BYTES + source.offset);
                 stride[K] = source.in_record ? S::RECORD_BYTES : page_stride;
             });
         }
-        if constexpr (WORDS > 0) word_from = records + SideStage::word(slot, tile, head);
+        if constexpr (S::RANK > 0) segment_from = records + S::SEGMENT;
     }
     // In a register, where locations are for all copies and some instructions away: found anew they would take as long as a copy.
     template <bool FAR>
     static __device__ __forceinline__ int kept(int x) { return FAR && UNITS == 1 ? rolled(x) : x; }
 
-    // Gives the lane the id of its next unit's page. Once before the first copy, which waits for it.
-    __device__ __forceinline__ void begin() { id = __shfl_sync(~0u, now, taken + own); }
+    // The id of the lane's unit of the batch that comes next.
+    __device__ __forceinline__ unsigned deal() {
+        const unsigned x = __shfl_sync(~0u, now, taken + own);
+        taken += BATCH;
+        if (taken == 32) taken = 0, now = later, later = entries();
+        return x;
+    }
+    // Once before the first copy, which waits for the ids.
+    __device__ __forceinline__ void begin() {
+        id = deal();
+        if constexpr (S::SPARSE) {
+            copy_directory(next, id);
+            id_behind = deal();
+        }
+    }
+
+    // Where the lists of a unit's tile begin and end, and whose they are: a batch before its codes, so that they can be asked for when the codes of the batch before that are used.
+    __device__ __forceinline__ void copy_directory(int unit, unsigned page) {
+        static_assert(Directory::START == 0 && Directory::END == 4, "two words that follow each other");
+        unsigned char* const to = directories + directory + own * Directory::BYTES;
+        const unsigned char* const record = beyond(records, page, S::RECORD_BYTES);
+        copy_async<4>(shared_address(to) + slot * 4, record + (S::START + (head * (S::T / TILE) + tile(unit)) * 4 + slot * 4), unit < end && slot < 2);
+        if (unit < end && slot == 0) *reinterpret_cast<const unsigned char**>(to + Directory::RECORD) = record;
+        directory = L::next_directory(directory);
+    }
 
     // Asks for the records of the first COUNT units' pages, into the L2 cache, for their lists: where a head's begins is not known before the pages' directories have
     // come. Of the teams that share a unit the first one does. What it gains is not what one would think (docs/kernels-history.md, v27).
@@ -171,10 +189,11 @@ struct Feed {
     __device__ __forceinline__ void ask_lists() const {
         if constexpr (S::SPARSE) {
             if (place != 0) return;
+            const int first = next - own * L::HOP;
 #pragma unroll 1
-            for (int i = 0; i < COUNT && unit() + i * L::HOP < end; ++i) {
+            for (int i = 0; i < COUNT && first + i * L::HOP < end; ++i) {
                 const unsigned page = __shfl_sync(~0u, now, i);
-                if (UNITS > 1 && i > 0 && (unit() + i * L::HOP) % UNITS >= L::HOP) continue;  // of the page before
+                if (UNITS > 1 && i > 0 && (first + i * L::HOP) % UNITS >= L::HOP) continue;  // of the page before
                 for (int at = 128 * lane; at < S::RECORD_BYTES; at += 128 * 32) prefetch(beyond(records, page, S::RECORD_BYTES) + at);
             }
         }
@@ -192,17 +211,14 @@ struct Feed {
             constexpr int I = decltype(i)::value, LEFT = PIECES - I * LANES;
             copy_async<16>(start + to + I * LANES * 16, address[address_of(I)] + behind(I), there && (LEFT >= LANES || slot < LEFT));
         });
-        if constexpr (WORDS > 0) {
-            copy_async<4>(start + word_to, beyond(word_from, id, S::RECORD_BYTES), there && slot < WORDS);
-            if (S::SPARSE && there && slot == 0) *reinterpret_cast<unsigned*>(stage + own * L::STAGE_BYTES + SideStage::DIRECTORY + Directory::ID) = id;
-        }
+        if constexpr (S::RANK > 0) copy_async<4>(start + segment_to, beyond(segment_from, id, S::RECORD_BYTES), there && slot == 0);
         next += BATCH * L::HOP;
-        taken += BATCH;
-        if (taken == 32) {
-            taken = 0, now = later;
-            later = entry(32);
+        if constexpr (S::SPARSE) {
+            copy_directory(next, id_behind);
+            id = id_behind, id_behind = deal();
+        } else {
+            id = deal();
         }
-        begin();
         copy_commit();
     }
 };

@@ -54,23 +54,22 @@ struct TilePages {
     // sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
-    // a turn's keys before its values, so while a batch is at work those of all others may be under way, but for the next one where there are
-    // outliers: its lists are asked for meanwhile.
+    // a turn's keys before its values, so while a batch is at work those of all others may be under way. Where there are outliers, the next batch's lists are asked for meanwhile.
     template <bool KP, bool VP>
     struct Flow {
         static constexpr int B = L::BATCH, COPIES = 2 * SLOTS / B;  // of the ring
         const int each, first, count;
-        unsigned char* const ring;
+        unsigned char *const ring, *const directories;  // of keys, then of values
         typename Fed<KP>::template By<L, K, KeyStage, B> keys;
         typename Fed<VP>::template By<L, V, ValueStage, B> values;
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
             : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
-              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
+              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)), directories(at.shared + L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES)),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
-                   Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}),
+                   Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories),
               values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
-                     Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}) {}
+                     Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories + L::DIRECTORY_BYTES) {}
 
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
@@ -116,7 +115,7 @@ struct TilePages {
     __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
         constexpr int B = L::BATCH, N = TURN_TILES / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
-        constexpr int OTHERS = COPIES - (KEY_LISTS || VALUE_LISTS ? 2 : 1);
+        constexpr int OTHERS = COPIES - 1;
         const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together
         unsigned char* const ring = flow.ring;
@@ -128,9 +127,10 @@ struct TilePages {
             if constexpr (L::MEETS_LATER) at.come();
             else at.meet();
         }
+        int key_lists = 0, value_lists = 0;  // directories of the batch at work, in bytes
         if constexpr (KEY_LISTS) {
-            arrived<COPIES - 1>();
-            ask_keys(ring, 0, count);
+            arrived<OTHERS>();
+            ask_keys(flow, key_lists, count);
         }
         int slot = 0, turn = 0;  // slot: the turn's first one, in bytes
 #pragma unroll 1
@@ -138,7 +138,7 @@ struct TilePages {
             const int live = min(TURN_TILES, count - done);
             const int token = K::SINKS + (first + done * HOP) * T + at.tile * TILE;
             const int next_slot = slot + TURN_TILES * L::STAGE_BYTES == SLOTS * L::STAGE_BYTES ? 0 : slot + TURN_TILES * L::STAGE_BYTES;
-            unsigned char *const stages = ring + slot, *const next = ring + next_slot;
+            unsigned char* const stages = ring + slot;
             if (TURN_TILES > 1 && live < TURN_TILES) arrived<0>();  // the last turn: its groups are not counted
             if constexpr (L::MEETS_LATER && KP) at.await(turn);
             if constexpr (L::ROPE && KP && L::KEEPS_QUERY) query.keep(turn);
@@ -148,9 +148,12 @@ struct TilePages {
             for (int i = 0; i < STACK; ++i) fill<L>(score[i], minus_infinity());
             each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
-                if constexpr (KEY_LISTS) keys.mend(stages + p * L::STAGE_BYTES, live - p);
-                if (KEY_LISTS && N > 1 && p + B < live) ask_keys(stages, p + B, live);
-                if (VALUE_LISTS && (N == 1 || p + B >= live)) ask_values(stages, 0, live);
+                if constexpr (KEY_LISTS) {
+                    keys.mend(flow.directories + key_lists, live - p);
+                    key_lists = L::next_directory(key_lists);
+                    if (N > 1 && p + B < live) ask_keys(flow, key_lists, live - p - B);
+                }
+                if (VALUE_LISTS && (N == 1 || p + B >= live)) ask_values(flow, value_lists, live);
                 float of_tiles[B][NT][4];
                 if constexpr (KP) {
                     const unsigned char* tiles[B];
@@ -188,9 +191,12 @@ struct TilePages {
             }
             each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
-                if constexpr (VALUE_LISTS) values.mend(stages + p * L::STAGE_BYTES + KeyStage::BYTES, live - p);
-                if (VALUE_LISTS && N > 1 && p + B < live) ask_values(stages, p + B, live);
-                if (KEY_LISTS && (N == 1 || p + B >= live)) ask_keys(next, 0, count - done - TURN_TILES);
+                if constexpr (VALUE_LISTS) {
+                    values.mend(flow.directories + L::DIRECTORY_BYTES + value_lists, live - p);
+                    value_lists = L::next_directory(value_lists);
+                    if (N > 1 && p + B < live) ask_values(flow, value_lists, live - p - B);
+                }
+                if (KEY_LISTS && (N == 1 || p + B >= live)) ask_keys(flow, key_lists, count - done - TURN_TILES);
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll
@@ -286,12 +292,14 @@ struct TilePages {
         }
     }
 
-    // Lists of the batch at phase p of a turn that has `live` tiles, from the turn's stages.
-    __device__ __forceinline__ void ask_keys(const unsigned char* stages, int p, int live) {
-        outliers.template ask<K>(at.params.key.records, stages + p * L::STAGE_BYTES + KeyStage::DIRECTORY, live - p);
+    // Lists of a batch of `live` tiles, whose directories are the side's at `place`.
+    template <typename F>
+    __device__ __forceinline__ void ask_keys(const F& flow, int place, int live) {
+        outliers.template ask<K>(flow.directories + place, live);
     }
-    __device__ __forceinline__ void ask_values(const unsigned char* stages, int p, int live) {
-        outliers.template ask<V>(at.params.value.records, stages + p * L::STAGE_BYTES + KeyStage::BYTES + ValueStage::DIRECTORY, live - p);
+    template <typename F>
+    __device__ __forceinline__ void ask_values(const F& flow, int place, int live) {
+        outliers.template ask<V>(flow.directories + L::DIRECTORY_BYTES + place, live);
     }
 };
 

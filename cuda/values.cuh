@@ -127,8 +127,8 @@ struct Values {
     }
 
     // Strews a batch's outliers. All lanes.
-    __device__ __forceinline__ void mend(const unsigned char* stages, int live) {
-        outliers.template put<V>(at.params.value.records, stages + ValueStage::DIRECTORY, live, [](__half correction, unsigned, unsigned) { return correction; });
+    __device__ __forceinline__ void mend(const unsigned char* directories, int live) {
+        outliers.template put<V>(directories, live, [](__half correction, unsigned, unsigned) { return correction; });
     }
 
     // ---- values that are codes, whose tokens have scales of several groups of channels: groups first, then tokens 2c, 2c + 1 and those 8 later ----
