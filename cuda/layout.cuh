@@ -216,11 +216,13 @@ struct Layout {
     static_assert(PARKED % 16 == 0, "it goes by 16 bytes");
     // Outliers of a batch of tiles: f16 [WARPS][BATCH][SHARE][32][8].
     static constexpr int CORRECTIONS = (PARKED + WARPS * PARKED_BYTES + 127) / 128 * 128, CORRECTION_BYTES = SHARE * 512;
-    // Where lists of tiles begin (sparse.cuh), a batch after the other, of as many as a warp's ring holds of a side, of the one at work and of the next one: [WARPS] of keys, then of values.
+    // Where lists of tiles begin (sparse.cuh), batch after batch, of as many as a warp's ring holds of a side: [WARPS] of keys, then of values. They are copied with a batch's codes, or, where
+    // the ring holds no other batch, with those of the batch before: or nobody could ask for lists before the codes have come.
+    static constexpr bool LISTS_AHEAD = SLOTS / BATCH < 2;
     static constexpr int most_batches(int wanted, int n = 1) { return n >= wanted ? n : most_batches(wanted, 2 * n); }
-    static constexpr int DIRECTORY_BATCH = 16 * BATCH, DIRECTORY_BYTES = DIRECTORY_BATCH * most_batches(SLOTS / BATCH + 2);
+    static constexpr int DIRECTORY_BATCH = 16 * BATCH, DIRECTORY_BYTES = DIRECTORY_BATCH * most_batches(SLOTS / BATCH + 2 * LISTS_AHEAD);
     static constexpr int DIRECTORIES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);
-    static __device__ __forceinline__ int next_directory(int at) { return (at + DIRECTORY_BATCH) % DIRECTORY_BYTES; }
+    static __device__ __forceinline__ unsigned next_directory(unsigned at) { return (at + DIRECTORY_BATCH) % DIRECTORY_BYTES; }
     static constexpr int BYTE_TABLES = DIRECTORIES + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * 2 * DIRECTORY_BYTES : 0);
     static constexpr int RING = BYTE_TABLES + ByteRoom<BYTES, C>::BLOCK_BYTES;  // [WARPS]: [SLOTS] of a stage, or a page's
     static constexpr int WARP_BYTES = BYTES ? ByteRoom<BYTES, C>::WARP_BYTES : SLOTS * STAGE_BYTES;

@@ -47,8 +47,8 @@ struct Outliers {
         for (int i = 0; i < BATCH; ++i) {
             const TileList<S> list(directories + i * Directory::BYTES, i < live);
             const unsigned mine = list.start + at.lane;
-            const unsigned char* const indices = list.record + mine;
-            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(list.record) + mine;
+            const unsigned char* const indices = beyond(list.record, mine, 1);
+            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(beyond(list.record, mine, 2));
             longest = max(longest, list.count);
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {

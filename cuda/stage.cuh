@@ -110,14 +110,14 @@ struct Feed {
     const int own, slot;      // the lane's unit of a batch, and its place among that unit's lanes
     int next, end;                // the lane's next unit
     int taken, now, later, asked; // ids; from which unit on there are more to ask for
-    unsigned id, id_behind;       // of the lane's next unit, and of the one behind that
+    unsigned id, id_behind;       // of the lane's next unit, and, where lists are ahead, of the one behind that
     const unsigned char* from[ADDRESSES];  // in page 0, or its record
     unsigned stride[ADDRESSES];            // from page to page
     unsigned to;                           // from the first stage on
     const unsigned char* segment_from;
     unsigned segment_to;
     unsigned char* const directories;  // of the warp: a Directory (sparse.cuh) a unit, batch after batch
-    int directory;                     // the next one, in bytes
+    unsigned directory;                // the next one, in bytes
     const int place, part, head, lane;
     const unsigned char *const pages, *const records;
     const unsigned page_stride;
@@ -167,13 +167,13 @@ struct Feed {
     // Once before the first copy, which waits for the ids.
     __device__ __forceinline__ void begin() {
         id = deal();
-        if constexpr (S::SPARSE) {
+        if constexpr (S::SPARSE && L::LISTS_AHEAD) {
             copy_directory(next, id);
             id_behind = deal();
         }
     }
 
-    // Where the lists of a unit's tile begin and end, and whose they are: a batch before its codes, so that they can be asked for when the codes of the batch before that are used.
+    // Where the lists of a unit's tile begin and end, and of which record.
     __device__ __forceinline__ void copy_directory(int unit, unsigned page) {
         static_assert(Directory::START == 0 && Directory::END == 4, "two words that follow each other");
         unsigned char* const to = directories + directory + own * Directory::BYTES;
@@ -212,8 +212,9 @@ struct Feed {
             copy_async<16>(start + to + I * LANES * 16, address[address_of(I)] + behind(I), there && (LEFT >= LANES || slot < LEFT));
         });
         if constexpr (S::RANK > 0) copy_async<4>(start + segment_to, beyond(segment_from, id, S::RECORD_BYTES), there && slot == 0);
+        if constexpr (S::SPARSE && !L::LISTS_AHEAD) copy_directory(next, id);
         next += BATCH * L::HOP;
-        if constexpr (S::SPARSE) {
+        if constexpr (S::SPARSE && L::LISTS_AHEAD) {
             copy_directory(next, id_behind);
             id = id_behind, id_behind = deal();
         } else {

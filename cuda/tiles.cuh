@@ -54,7 +54,8 @@ struct TilePages {
     // sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
-    // a turn's keys before its values, so while a batch is at work those of all others may be under way. Where there are outliers, the next batch's lists are asked for meanwhile.
+    // a turn's keys before its values, so while a batch is at work those of all others may be under way, but for the next one where there are
+    // outliers and it brings its own directories: its lists are asked for meanwhile.
     template <bool KP, bool VP>
     struct Flow {
         static constexpr int B = L::BATCH, COPIES = 2 * SLOTS / B;  // of the ring
@@ -65,7 +66,7 @@ struct TilePages {
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
             : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
-              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)), directories(at.shared + L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES)),
+              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)), directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
                    Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories),
               values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
@@ -115,7 +116,7 @@ struct TilePages {
     __device__ __forceinline__ void pages(Flow<KP, VP>& flow) {
         constexpr bool KEY_LISTS = KP && L::KEY_OUTLIERS, VALUE_LISTS = VP && L::VALUE_OUTLIERS;
         constexpr int B = L::BATCH, N = TURN_TILES / B, COPIES = Flow<KP, VP>::COPIES;  // batches of a turn's side
-        constexpr int OTHERS = COPIES - 1;
+        constexpr int OTHERS = COPIES - ((KEY_LISTS || VALUE_LISTS) && !L::LISTS_AHEAD ? 2 : 1);
         const int first = flow.first, count = flow.count;
         if (count <= 0) return;  // the warps of a group leave together
         unsigned char* const ring = flow.ring;
@@ -127,9 +128,9 @@ struct TilePages {
             if constexpr (L::MEETS_LATER) at.come();
             else at.meet();
         }
-        int key_lists = 0, value_lists = 0;  // directories of the batch at work, in bytes
+        unsigned key_lists = 0, value_lists = 0;  // directories of the batch at work, in bytes
         if constexpr (KEY_LISTS) {
-            arrived<OTHERS>();
+            arrived<COPIES - 1>();
             ask_keys(flow, key_lists, count);
         }
         int slot = 0, turn = 0;  // slot: the turn's first one, in bytes
@@ -294,11 +295,11 @@ struct TilePages {
 
     // Lists of a batch of `live` tiles, whose directories are the side's at `place`.
     template <typename F>
-    __device__ __forceinline__ void ask_keys(const F& flow, int place, int live) {
+    __device__ __forceinline__ void ask_keys(const F& flow, unsigned place, int live) {
         outliers.template ask<K>(flow.directories + place, live);
     }
     template <typename F>
-    __device__ __forceinline__ void ask_values(const F& flow, int place, int live) {
+    __device__ __forceinline__ void ask_values(const F& flow, unsigned place, int live) {
         outliers.template ask<V>(flow.directories + L::DIRECTORY_BYTES + place, live);
     }
 };
