@@ -74,11 +74,13 @@ struct Keys {
     }
 
     // Strews a batch's outliers. All lanes.
-    __device__ __forceinline__ void mend(const unsigned char* directories, int live) {
-        outliers.template put<K>(directories, live, [&](__half correction, unsigned index, unsigned block) {
+    template <typename F>
+    __device__ __forceinline__ void mend(const unsigned char* directories, int live, F&& ask_more) {
+        auto scaled = [&](__half correction, unsigned index, unsigned block) {
             if constexpr (!L::KEYS_MENDED) return correction;
             return __float2half_rn(__half2float(correction) * at.floats(L::KEY_INVERSE)[32 * block + (index & ~2u) % 32]);  // of a size of at least 1
-        });
+        };
+        outliers.template put<K>(directories, live, scaled, ask_more);
     }
 
     // Once a head, when nobody reads those of the last one any more: asks for what turns and scales keys, to registers, or, where groups share it, to shared

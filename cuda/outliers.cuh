@@ -58,9 +58,10 @@ struct Outliers {
         }
     }
 
-    // Strews them over the tiles. scaled(correction, index, block): what is put there. All lanes.
-    template <typename S, typename F>
-    __device__ __forceinline__ void put(const unsigned char* directories, int live, F&& scaled) {
+    // Strews them over the tiles. scaled(correction, index, block): what is put there. ask_more: asks for the batch that comes next; it is called before the lanes meet, or the compiler would wait with
+    // that until all is done. All lanes.
+    template <typename S, typename F, typename G>
+    __device__ __forceinline__ void put(const unsigned char* directories, int live, F&& scaled, G&& ask_more) {
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
 #pragma unroll
@@ -89,6 +90,7 @@ struct Outliers {
                 }
             }
         }
+        ask_more();
         __syncwarp();
     }
     // Where it is, or 0: there is none, or it belongs to another part's steps.

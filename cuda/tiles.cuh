@@ -149,12 +149,13 @@ struct TilePages {
             for (int i = 0; i < STACK; ++i) fill<L>(score[i], minus_infinity());
             each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
-                if constexpr (KEY_LISTS) {
-                    keys.mend(flow.directories + key_lists, live - p);
-                    key_lists = L::next_directory(key_lists);
-                    if (N > 1 && p + B < live) ask_keys(flow, key_lists, live - p - B);
-                }
-                if (VALUE_LISTS && (N == 1 || p + B >= live)) ask_values(flow, value_lists, live);
+                auto ask_more = [&] {
+                    if constexpr (KEY_LISTS) key_lists = L::next_directory(key_lists);
+                    if (KEY_LISTS && N > 1 && p + B < live) ask_keys(flow, key_lists, live - p - B);
+                    if (VALUE_LISTS && (N == 1 || p + B >= live)) ask_values(flow, value_lists, live);
+                };
+                if constexpr (KEY_LISTS) keys.mend(flow.directories + key_lists, live - p, ask_more);
+                else ask_more();
                 float of_tiles[B][NT][4];
                 if constexpr (KP) {
                     const unsigned char* tiles[B];
@@ -192,12 +193,13 @@ struct TilePages {
             }
             each_batch<N>(live, [&](int p) {
                 arrived<OTHERS>();
-                if constexpr (VALUE_LISTS) {
-                    values.mend(flow.directories + L::DIRECTORY_BYTES + value_lists, live - p);
-                    value_lists = L::next_directory(value_lists);
-                    if (N > 1 && p + B < live) ask_values(flow, value_lists, live - p - B);
-                }
-                if (KEY_LISTS && (N == 1 || p + B >= live)) ask_keys(flow, key_lists, count - done - TURN_TILES);
+                auto ask_more = [&] {
+                    if constexpr (VALUE_LISTS) value_lists = L::next_directory(value_lists);
+                    if (VALUE_LISTS && N > 1 && p + B < live) ask_values(flow, value_lists, live - p - B);
+                    if (KEY_LISTS && (N == 1 || p + B >= live)) ask_keys(flow, key_lists, count - done - TURN_TILES);
+                };
+                if constexpr (VALUE_LISTS) values.mend(flow.directories + L::DIRECTORY_BYTES + value_lists, live - p, ask_more);
+                else ask_more();
                 if constexpr (VP) {
                     const unsigned char* tiles[B];
 #pragma unroll

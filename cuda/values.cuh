@@ -127,8 +127,9 @@ struct Values {
     }
 
     // Strews a batch's outliers. All lanes.
-    __device__ __forceinline__ void mend(const unsigned char* directories, int live) {
-        outliers.template put<V>(directories, live, [](__half correction, unsigned, unsigned) { return correction; });
+    template <typename F>
+    __device__ __forceinline__ void mend(const unsigned char* directories, int live, F&& ask_more) {
+        outliers.template put<V>(directories, live, [](__half correction, unsigned, unsigned) { return correction; }, ask_more);
     }
 
     // ---- values that are codes, whose tokens have scales of several groups of channels: groups first, then tokens 2c, 2c + 1 and those 8 later ----
