@@ -268,17 +268,20 @@ struct BytePages {
         for (int band = 0; band < STEPS / 2; ++band) {
             unsigned x[TILES][4];
             if (!value_codes.template rows<V::TILE_BYTES>(band, mine() + B::VALUE_CODES + 2 * at.lane, value_bands(), x)) continue;
-            unrolled<STEPS / 2>([&](auto which) {  // registers have no numbers that are known later
-                constexpr int I = decltype(which)::value;
-                if (I != band) return;
+            int of_band[2][4] = {};
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile += 2) {
+            for (int tile = 0; tile < TILES; tile += 2) {
 #pragma unroll
-                    for (int s = 0; s < 2; ++s) {
-                        const unsigned a[4] = {x[tile][2 * s], x[tile][2 * s + 1], x[tile + 1][2 * s], x[tile + 1][2 * s + 1]};
-                        mma_unsigned(sums[2 * I + s], a, b[tile], b[tile + 1]);
-                    }
+                for (int s = 0; s < 2; ++s) {
+                    const unsigned a[4] = {x[tile][2 * s], x[tile][2 * s + 1], x[tile + 1][2 * s], x[tile + 1][2 * s + 1]};
+                    mma_unsigned(of_band[s], a, b[tile], b[tile + 1]);
                 }
+            }
+            // Registers have no numbers that are known later. The compiler takes no branch for this, so it is additions and not products that those of other bands leave out.
+            unrolled<STEPS / 2>([&](auto which) {
+                constexpr int I = decltype(which)::value;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sums[2 * I + e / 4][e % 4] += I == band ? of_band[e / 4][e % 4] : 0;
             });
         }
     }

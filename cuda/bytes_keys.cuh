@@ -122,6 +122,7 @@ struct ByteKeys {
 #pragma unroll 1
         for (int band = 0; band <= B::SLOW; ++band) {
             unsigned a[TILES][4];
+            const uint4 first = operands(0, max(band - 1, 0));  // before it is needed
             if (!codes.template rows<K::TILE_BYTES>(band, mine + B::KEY_CODES + 2 * at.lane, bands(), a)) continue;
             if (band == 0) {
                 Turns turns[B::FAST];
@@ -138,7 +139,7 @@ struct ByteKeys {
             } else {
 #pragma unroll
                 for (int row = 0; row < ROWS; ++row) {
-                    const uint4 b = operands(row, band - 1);
+                    const uint4 b = row == 0 ? first : operands(row, band - 1);
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile) {
                         mma_unsigned(of_low[row][tile], a[tile], b.x, b.y);
