@@ -277,11 +277,11 @@ struct BytePages {
                     mma_unsigned(of_band[s], a, b[tile], b[tile + 1]);
                 }
             }
-            // Registers have no numbers that are known later. The compiler takes no branch for this, so it is additions and not products that those of other bands leave out.
+            // Registers have no numbers that are known later, and branches take longer than additions that are left out.
             unrolled<STEPS / 2>([&](auto which) {
                 constexpr int I = decltype(which)::value;
 #pragma unroll
-                for (int e = 0; e < 8; ++e) sums[2 * I + e / 4][e % 4] += I == band ? of_band[e / 4][e % 4] : 0;
+                for (int e = 0; e < 8; ++e) add_if(sums[2 * I + e / 4][e % 4], of_band[e / 4][e % 4], I == band);
             });
         }
     }

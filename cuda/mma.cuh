@@ -121,6 +121,11 @@ __device__ __forceinline__ void add_shared(unsigned to, int x, bool there) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.shared.add.s32 [%0], %1;\n}" ::"r"(to), "r"(x), "r"(static_cast<int>(there)));
 }
 
+// sum += x, if `there`, without a branch.
+__device__ __forceinline__ void add_if(int& sum, int x, bool there) {
+    asm("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p add.s32 %0, %0, %1;\n}" : "+r"(sum) : "r"(x), "r"(static_cast<int>(there)));
+}
+
 // What lies `count` times `each` bytes behind a place: one instruction, which the compiler would take apart.
 __device__ __forceinline__ const unsigned char* beyond(const void* place, unsigned count, unsigned each) {
     const unsigned char* y;

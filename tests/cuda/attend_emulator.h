@@ -171,6 +171,7 @@ inline unsigned permute(unsigned low, unsigned high, unsigned which) {
     return y;
 }
 
+inline void add_if(int& sum, int x, bool there) { sum += there ? x : 0; }
 inline const unsigned char* beyond(const void* place, unsigned count, unsigned each) { return static_cast<const unsigned char*>(place) + static_cast<uint64_t>(count) * each; }
 inline unsigned load_global8(const void* p) { return *static_cast<const unsigned char*>(p); }
 inline unsigned short load_global16(const void* p) { return *static_cast<const unsigned short*>(p); }
