@@ -119,7 +119,7 @@ struct KeyFactors : ProjectedFactors<C> {};
 template <typename C>
 struct KeyFactors<true, C> : AddedFactors<C> {};
 
-// Values: probabilities times the left factors, summed up in `softmax.low` over the pages of a segment.
+// Values: probabilities times the left factors, summed up in `softmax.low` over the pages of a segment, as rows from 8 on.
 template <typename C>
 struct ValueFactors {
     using L = Layout<C>;
@@ -129,14 +129,14 @@ struct ValueFactors {
 
     __device__ __forceinline__ void reset() { segment = -1; }
 
-    // left: f16 [16][RANK] of a tile; b: its probabilities as second operands.
-    __device__ __forceinline__ void add(const Place<C>& at, Softmax<C>& softmax, const unsigned char* field, const __half* left, const unsigned (&b)[NT][2]) {
+    // left: f16 [16][RANK] of a tile; rows: those before, of both halves of its tokens; b: its probabilities as second operands.
+    __device__ __forceinline__ void add(const Place<C>& at, Softmax<C>& softmax, const unsigned char* field, const __half* left, const unsigned (&rows)[2], const unsigned (&b)[NT][2]) {
         const int wanted = segment_of(field);
         if (wanted != segment) {
             finish(at, softmax);
             segment = wanted;
         }
-        const unsigned a[4] = {transpose8(factor_pair<V::RANK>(left, at.r, at.c)), 0u, transpose8(factor_pair<V::RANK>(left, at.r + 8, at.c)), 0u};
+        const unsigned a[4] = {rows[0], transpose8(factor_pair<V::RANK>(left, at.r, at.c)), rows[1], transpose8(factor_pair<V::RANK>(left, at.r + 8, at.c))};
 #pragma unroll
         for (int n = 0; n < NT; ++n) mma(softmax.low[n], a, b[n][0], b[n][1]);
     }
@@ -148,7 +148,7 @@ struct ValueFactors {
         const __half* factors = right_factors<V>(at, at.params.value, segment);
         float most = 0.f;
 #pragma unroll
-        for (int n = 0; n < NT; ++n) most = fmaxf(most, fmaxf(fabsf(softmax.low[n][0]), fabsf(softmax.low[n][1])));
+        for (int n = 0; n < NT; ++n) most = fmaxf(most, fmaxf(fabsf(softmax.low[n][2]), fabsf(softmax.low[n][3])));
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
         if (most == 0.f) return;
@@ -157,9 +157,8 @@ struct ValueFactors {
         unsigned b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            in_two(softmax.low[n][0] / most, softmax.low[n][1] / most, b[n]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) softmax.low[n][e] = 0.f;
+            in_two(softmax.low[n][2] / most, softmax.low[n][3] / most, b[n]);
+            softmax.low[n][2] = softmax.low[n][3] = 0.f;
         }
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {

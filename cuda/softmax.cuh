@@ -15,9 +15,9 @@ struct Softmax {
     // Columns 2c and 2c + 1 of each block of columns.
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
-    float low[NT][4];         // probabilities times left factors, r by columns: what is not in `out` yet
+    // Probabilities times rows of one operand, by columns. Rows r: tokens' zero points of group r < 4, and scales of group r % 4 (Layout::VALUE_GROUPED). Rows r + 8: left factors, what is not in `out` yet.
+    float low[NT][4];
     unsigned spare;           // not 0 while there is not room for all scales (`make_room`); of lanes that have some (Values::load_grouped) LARGE
-    float grouped[4];         // probabilities times tokens' zero points, r < 4 by columns, and scales, of group r % 4 (Layout::VALUE_GROUPED)
 
     __device__ __forceinline__ explicit Softmax(const Place<C>& place) : at(place) {}
 
@@ -28,7 +28,7 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 2; ++e) maximum[n][e] = minus_infinity(), sum[n][e] = 0.f, zeros[n][e] = 0.f;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) low[n][e] = grouped[e] = 0.f;
+            for (int e = 0; e < 4; ++e) low[n][e] = 0.f;
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {
 #pragma unroll
@@ -84,7 +84,7 @@ struct Softmax {
         for (int e = 0; e < 2; ++e) maximum[0][e] += less, sum[0][e] *= factor;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            grouped[e] *= factor, low[0][e] *= factor;
+            low[0][e] *= factor;
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) out[u][0][e] *= factor;
         }
@@ -133,8 +133,8 @@ struct Softmax {
                 maximum[n][e] = highest[n][e];
                 sum[n][e] *= factor[n][e];
                 zeros[n][e] *= factor[n][e];
-                if constexpr (V::RANK > 0) low[n][e] *= factor[n][e];
-                if constexpr (L::VALUE_GROUPED) grouped[e] *= factor[0][e];
+                if constexpr (L::VALUE_GROUPED) low[n][e] *= factor[n][e];
+                if constexpr (V::RANK > 0) low[n][2 + e] *= factor[n][e];
             }
 #pragma unroll
             for (int u = 0; u < SHARE; ++u) {

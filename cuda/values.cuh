@@ -82,19 +82,19 @@ struct Values {
         Tiles codes;
         const typename Tiles::Base table = Tiles::base(at.shared, at.shared + L::VALUE_BANDS + at.part * (D / L::PARTS), at.lane);
         unsigned b[N][NT][2], of_group[N][NT][2], rows[N][2];
-        if constexpr (L::VALUE_GROUPED) load_grouped(stages, rows);
+        load_grouped(stages, rows);
         each_step<Tiles::TOGETHER, SHARE, N>(
             [&](int n) {
                 softmax.of_phase(scaled[stacked(n)], phase + n, b[n]);
-                if constexpr (L::VALUE_GROUPED) {
+                if constexpr (L::VALUE_GROUPED && V::RANK == 0) {
                     const unsigned a[4] = {rows[n][0], 0u, rows[n][1], 0u};
-                    mma(softmax.grouped, a, b[n][0][0], b[n][0][1]);
+                    mma(softmax.low[0], a, b[n][0][0], b[n][0][1]);
                 }
                 if constexpr (L::VALUE_CODES) codes.load(n, stages[n], at.lane);
                 if constexpr (V::RANK > 0) {
                     unsigned p[NT][2];
                     softmax.of_phase((BOTH ? unscaled : scaled)[stacked(n)], phase + n, p);
-                    factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), p);
+                    factors.add(at, softmax, stages[n] + ValueStage::SEGMENT, reinterpret_cast<const __half*>(stages[n] + ValueStage::LEFT), rows[n], p);
                 }
             },
             [&](auto step, int n) {
@@ -151,10 +151,12 @@ struct Values {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 rows[n][half] = 0u;
+                if constexpr (!L::VALUE_GROUPED) continue;
                 if (at.r % 4 < L::VALUE_GROUPS && (V::ZERO >= 0 || at.r >= 4)) rows[n][half] = pair_of(stages[n] + (at.r < 4 ? ValueStage::ZERO : ValueStage::SCALE), at.r % 4, at.c, half);
                 bits |= rows[n][half];
             }
         }
+        if constexpr (!L::VALUE_GROUPED) return;
         if (!__any_sync(~0u, bits & softmax.spare & Softmax<C>::LARGE)) return;
         unsigned huge = 0u;  // from 512 on the next bit is there, too
 #pragma unroll
@@ -181,7 +183,7 @@ struct Values {
                 const int group = 16 * u / V::SCALE_CHANNELS;
 #pragma unroll
                 for (int e = 0; e < 2 && 16 * u % V::SCALE_CHANNELS == 0; ++e) {
-                    zero[e] = fmaf(origin, __shfl_sync(~0u, softmax.grouped[e], 4 * (4 + group) + at.c), __shfl_sync(~0u, softmax.grouped[e], 4 * group + at.c));
+                    zero[e] = fmaf(origin, __shfl_sync(~0u, softmax.low[0][e], 4 * (4 + group) + at.c), __shfl_sync(~0u, softmax.low[0][e], 4 * group + at.c));
                 }
             }
 #pragma unroll
