@@ -22,10 +22,13 @@ __device__ __forceinline__ void in_two(float x, float y, unsigned (&b)[2]) {
 template <int RANK>
 __device__ __forceinline__ unsigned factor_pair(const __half* factors, int row, int c) {
     static_assert(RANK <= 8, "one instruction takes factors of rank 8");
-    if constexpr (RANK % 2 == 0) return 2 * c < RANK ? *reinterpret_cast<const unsigned*>(factors + row * RANK + 2 * c) : 0u;
-    const __half low = 2 * c < RANK ? factors[row * RANK + 2 * c] : __half(0.f);
-    const __half high = 2 * c + 1 < RANK ? factors[row * RANK + 2 * c + 1] : __half(0.f);
-    return as_bits(__halves2half2(low, high));
+    if constexpr (RANK % 2 == 0) {
+        return 2 * c < RANK ? *reinterpret_cast<const unsigned*>(factors + row * RANK + 2 * c) : 0u;
+    } else {
+        const __half low = 2 * c < RANK ? factors[row * RANK + 2 * c] : __half(0.f);
+        const __half high = 2 * c + 1 < RANK ? factors[row * RANK + 2 * c + 1] : __half(0.f);
+        return as_bits(__halves2half2(low, high));
+    }
 }
 
 // A segment's right factors of the head at hand, f16 [D][RANK]. S: the side's constants.

@@ -450,6 +450,7 @@ struct Keys {
         using Sketch = Sketched<M, L::PARTS>;
         constexpr int IN_STAGE = STAGED / 32, MINE = Sketch::MINE, EACH = Sketch::EACH, TWO = MINE & 2;  // STAGED: bits in the stage
         int sums[L::SKETCH_ROWS][4] = {};
+        // Where words do not divide among warps the last one reads a word too many: what is there meets digits that are zero.
         const unsigned* const mine = reinterpret_cast<const unsigned*>(signs) + at.r * IN_STAGE + (IN_STAGE == Sketch::WORDS ? at.part * MINE : 0);
         const uint2* const digits = reinterpret_cast<const uint2*>(at.shared + operand) + at.part * (MINE * 32) + at.lane;
         // Bits 2 i and 2 i + 1 of the bytes of x and y, which are a lane's bits of the upper and the lower tokens, in product `which`.
@@ -483,7 +484,7 @@ struct Keys {
         const __half* const norm = reinterpret_cast<const __half*>(norms) + at.r;
 #pragma unroll
         for (int k = 0; k < L::SKETCH_ROWS; ++k) {
-            const float2 factor = reinterpret_cast<const float2*>(at.shared + factors)[min(4 * k + at.c, L::COLUMNS - 1)];
+            const float2 factor = reinterpret_cast<const float2*>(at.shared + factors)[4 * k + at.c];
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const float sum = static_cast<float>(sums[k][2 * u] + 256 * sums[k][2 * u + 1]);  // of both digits

@@ -1,7 +1,7 @@
 // One tile's share of a page in a warp's ring in shared memory: which fields it needs and where the copies lie.
 //
-// A stage is copied in pieces of 16 bytes, piece q to 16 q, and words of 4 bytes. Which pieces are a lane's and where they come from is
-// worked out once (`Feed::locate`), so that a copy costs one address and one instruction for every 32 pieces of a batch.
+// A stage is copied in pieces of 16 bytes, piece q to 16 q, and one word of 4. Which pieces are a lane's and where they come from is worked out once (`Feed::locate`; where a page is several units, for
+// each copy), so that a copy costs an address for those pieces that lie at known distances, and an instruction each.
 #pragma once
 
 #include "mma.cuh"

@@ -223,6 +223,7 @@ struct TilePages {
         if constexpr (L::MEETS_LATER && KP) {  // nobody reads the query any more; an even number of times
             at.await(turn);
             if (turn % 2 == 0) at.come(), at.await(turn + 1);
+            __syncwarp();  // lanes leave a wait one by one
         }
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);
     }
