@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import Dense, Format, LayerFormat, LowRank, Window
+from artifacts import Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Window
 from runtime.units import ONE_BLOCK, Sharing
 from tests.cuda.attention_emulated import FLOOR, Emulated, case, check, times_half, with_outliers
 from tests.formats import kivi, without_outliers
@@ -71,6 +71,30 @@ def test_groups_of_channels(group):
 def test_factors_beside_codes(g):
     dense = Dense(2, "channel", 32), Dense(2, "token", 32)
     check(case(LayerFormat(*(Format(64, each, lowrank=LowRank(4, 2)) for each in dense)), 2 * g), [1, 300, 640])
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_factors_of_one_side(side):
+    formats = kivi(2)
+    check(case(replace(formats, **{side: replace(getattr(formats, side), lowrank=LowRank(4, 2))}), 8), [1, 300])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"center": Center()}, {"rotate": Rotate("hadamard")}, {"sketch": Sketch(64)}],
+    ids=["center", "rotate", "sketch"],
+)
+def test_what_keys_have_beside_codes(more):
+    """Means, a rotation, a sketch of what codes leave: with scales of pages' channels, and with those of all pages."""
+    for formats in (kivi(2), of_all_pages(2)):
+        check(case(replace(formats, key=replace(formats.key, **more)), 8), [1, 66, 300])
+
+
+@pytest.mark.parametrize("t", [16, 32, 128])
+def test_pages_of_other_sizes(t):
+    formats = LayerFormat(Format(t, Dense(2, "channel", 16)), Format(t, Dense(2, "token", 32)))
+    for g in (1, 4):
+        check(case(formats, 2 * g), [1, 2 * t + 3, 300])
 
 
 @pytest.mark.parametrize("times", [2.0**-9, 300.0])

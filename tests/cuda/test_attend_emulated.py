@@ -459,6 +459,15 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
     check(case(formats, 4, d=64), [3, 200, 64], 2)
 
 
+@pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])
+@pytest.mark.parametrize(("d", "g"), [(64, 1), (128, 4), (128, 12), (256, 5)])
+def test_sizes_of_sketches(m, outlier_m, d, g):
+    """Of four words a lane has one for itself, two that are left are two lanes', one is all four's; with 256 channels
+    two warps share them, and one may have a word less."""
+    sketch = Sketch(m, "orthogonal", 8 if outlier_m else 0, outlier_m)
+    check(case(LayerFormat(Format(64, sketch=sketch), Format(64, GROUPS_OF_TOKENS)), 2 * g, d=d), [1, 200])
+
+
 ONLY_OUTLIERS_AND_SKETCHES = [given for given in CASES if given.key.parts == ("sparse", "sketch")]
 
 

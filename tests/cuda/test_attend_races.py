@@ -136,6 +136,8 @@ NEXT_WARP, NEXT_LANE = (
     "const volatile int x = numbers[threadIdx.x ^ 1];",
 )
 OVERWRITE = "const volatile int x = numbers[(threadIdx.x + 32) % 64]; {} numbers[threadIdx.x] = 2;"
+MADE = "if (threadIdx.x == 0) signpost::make_meeting(512, 2); __syncthreads(); numbers[threadIdx.x] = 3;"
+ARRIVE, AWAIT = "signpost::arrive(512);", "signpost::await_arrivals(512, 0);"
 COPY = "signpost::copy_async<4>(4 * threadIdx.x, &params.b); signpost::copy_commit(); {} signpost::copy_wait<0>(); {}"
 
 
@@ -154,6 +156,10 @@ COPY = "signpost::copy_async<4>(4 * threadIdx.x, &params.b); signpost::copy_comm
         ("__syncthreads();", COPY.format("", "__syncthreads(); " + NEXT_WARP), False),
         ("__syncthreads();", COPY.format("", NEXT_WARP), True),
         ("__syncthreads();", COPY.format("__syncthreads(); " + NEXT_WARP, ""), True),
+        (MADE + ARRIVE, AWAIT + NEXT_WARP, False),
+        (MADE + ARRIVE, NEXT_WARP, True),
+        (MADE, AWAIT.replace("0)", "1)") + NEXT_WARP, True),  # which nobody waits for
+        (MADE + ARRIVE, "numbers[threadIdx.x] = 2;" + AWAIT + NEXT_WARP, True),
         ("", "numbers[threadIdx.x] = 2;", False),
     ],
 )
