@@ -107,10 +107,10 @@ struct Feed {
     static constexpr int ADDRESSES = address_of(EACH - 1) + 1;
 
     const int* table;
-    const int own, slot;      // the lane's unit of a batch, and its place among that unit's lanes
-    int next, end;                // the lane's next unit
-    int taken, now, later, asked; // ids; from which unit on there are more to ask for
-    unsigned id, id_behind;       // of the lane's next unit, and, where lists are ahead, of the one behind that
+    const int own, slot;           // the lane's unit of a batch, and its place among that unit's lanes
+    int next, end;                 // the lane's next unit
+    int taken, now, later, asked;  // ids; from which unit on there are more to ask for
+    unsigned id, id_behind;        // of the lane's next unit, and, where lists are ahead, of the one behind that
     const unsigned char* from[ADDRESSES];  // in page 0, or its record
     unsigned stride[ADDRESSES];            // from page to page
     unsigned to;                           // from the first stage on
