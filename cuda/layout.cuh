@@ -49,7 +49,7 @@ struct LineChunk {
 // Which lanes have which bits of a sketch of M bits, of which each of PARTS warps has MINE words of a token. Four words meet the query in four products of bytes: each lane of a row has one of
 // them. Two or one that are left are shared by two or four lanes.
 template <int M, int PARTS>
-struct Sketched {
+struct SketchWords {
     static constexpr int WORDS = M / 32, MINE = (WORDS + PARTS - 1) / PARTS, ALL = PARTS * MINE, EACH = MINE / 4;  // EACH: words of a lane that it has for itself; they follow each other
 
     // Of bit `bit` of word `word` of a warp: the lane of its row, and which bit it is of what the lane has there; the product, the word of the operand, and the bit's value in its byte as a power
@@ -152,7 +152,7 @@ struct Layout {
     static constexpr bool STACKABLE = PITCH == 8 && NT == 1 && PARTS == 1 && STACK_FITS && ROPE && !BYTES && !ALONE && !EXACT && !SLIDING && !K::RANK && !V::RANK && !KEYS_BEHIND && !VALUES_BEHIND;
     static constexpr int STACK = C::STACK, TURN_TILES = PHASES * STACK;  // tiles of a turn
     static constexpr bool KEEPS_QUERY = !KEY_PAGES_SCALED && !BYTES && NT == 1 && SHARE <= 8 && (!ROPE || WARPS <= 8) && STACK == 1;  // in registers, for a turn or for good
-    // Tiles that are worked on together, so that one's look-ups hide the other's, or with codes that share what scales the query; keys that go step by step have the factors of one
+    // Tiles that are worked on together, so that one's look-ups hide the other's, or with codes or sketches that share what meets the query; keys that go step by step have the factors of one
     // segment at hand. Where warps are alone factors and two tiles' codes would not fit the registers.
     static constexpr int BATCH = TURN_TILES > 1 && !(ALONE && K::RANK && KEY_CODED) && (WARPS <= 8 || TURNS_SHARED || ((KEY_CODED || (!KEY_CODES && !ALONE)) && VALUE_CODED)) && !(K::BANDED && K::RANK && ROPE) ? 2 : 1;
     using KeyStage = Stage<K, D, true, PARTS>;
@@ -185,7 +185,7 @@ struct Layout {
     static constexpr int PAGED_OPERAND = EXACT_OPERAND + (EXACT_LATE ? 0 : QUERY_WORDS * 4 * (ALONE ? WARPS : 1));  // f16 [buffers]
     // Of a sketch: the query's digits as second operands, four rows an operand, and what turns a row's sums into scores; of each warp if they are alone.
     static constexpr int SKETCH_ROWS = (ROWS + 3) / 4;  // operands
-    static constexpr int SKETCH_BYTES = SKETCH_ROWS * Sketched<K::SKETCH, PARTS>::ALL * 256, OUTLIER_BYTES = SKETCH_ROWS * Sketched<K::OUTLIER_SKETCH, PARTS>::ALL * 256;
+    static constexpr int SKETCH_BYTES = SKETCH_ROWS * SketchWords<K::SKETCH, PARTS>::ALL * 256, OUTLIER_BYTES = SKETCH_ROWS * SketchWords<K::OUTLIER_SKETCH, PARTS>::ALL * 256;
     static constexpr int FACTOR_BYTES = COLUMNS * 8;
     static constexpr int SKETCH_OPERAND = PAGED_OPERAND + QUERY_BUFFERS * QUERY_WORDS * 4;  // s8 [SKETCH_ROWS][words][32][8]
     static constexpr int OUTLIER_OPERAND = SKETCH_OPERAND + SKETCH_BYTES * (ALONE ? WARPS : 1);
@@ -219,8 +219,8 @@ struct Layout {
     // Where lists of tiles begin (sparse.cuh), batch after batch, of as many as a warp's ring holds of a side: [WARPS] of keys, then of values. They are copied with a batch's codes, or, where
     // the ring holds no other batch, with those of the batch before: or nobody could ask for lists before the codes have come.
     static constexpr bool LISTS_AHEAD = SLOTS / BATCH < 2;
-    static constexpr int most_batches(int wanted, int n = 1) { return n >= wanted ? n : most_batches(wanted, 2 * n); }
-    static constexpr int DIRECTORY_BATCH = 16 * BATCH, DIRECTORY_BYTES = DIRECTORY_BATCH * most_batches(SLOTS / BATCH + 2 * LISTS_AHEAD);
+    static constexpr int next_power_of_two(int wanted, int n = 1) { return n >= wanted ? n : next_power_of_two(wanted, 2 * n); }
+    static constexpr int DIRECTORY_BATCH = 16 * BATCH, DIRECTORY_BYTES = DIRECTORY_BATCH * next_power_of_two(SLOTS / BATCH + 2 * LISTS_AHEAD);
     static constexpr int DIRECTORIES = CORRECTIONS + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * BATCH * CORRECTION_BYTES : 0);
     static __device__ __forceinline__ unsigned next_directory(unsigned at) { return (at + DIRECTORY_BATCH) % DIRECTORY_BYTES; }
     static constexpr int BYTE_TABLES = DIRECTORIES + (KEY_OUTLIERS || VALUE_OUTLIERS ? WARPS * 2 * DIRECTORY_BYTES : 0);
@@ -355,7 +355,7 @@ struct Place : Task {
     __device__ __forceinline__ void prepare_meetings() const {
         if (L::MEETS_LATER && threadIdx.x < L::GROUPS) make_meeting(shared_address(shared) + L::MEETINGS + 8 * threadIdx.x, L::MEETING);
     }
-    __device__ __forceinline__ void come() const { arrive(shared_address(shared) + L::MEETINGS + 8 * group); }
+    __device__ __forceinline__ void arrive() const { signpost::arrive(shared_address(shared) + L::MEETINGS + 8 * group); }
     __device__ __forceinline__ void await(int which) const { await_arrivals(shared_address(shared) + L::MEETINGS + 8 * group, which % 2); }
 
     // Whether a lane's columns 2c + e belong to a phase.

@@ -138,7 +138,7 @@ struct Query {
     // -128 to 127, which are two columns. With s = 2 bit - 1 the score is 2 sum(bit x) - sum(x).
     template <int M>
     __device__ __forceinline__ void sketched(int first, int operand, int factors) const {
-        using Sketch = Sketched<M, L::PARTS>;
+        using Sketch = SketchWords<M, L::PARTS>;
 #pragma unroll 1
         for (int row = L::ALONE ? 0 : at.warp; row < ROWS && there(row); row += L::ALONE ? 1 : L::WARPS) {
             constexpr int WORDS = Sketch::WORDS;

@@ -28,7 +28,7 @@ struct Sketches {
     // where they stand (query.cuh: sketched).
     template <int M, int STAGED>
     __device__ __forceinline__ void sketch(const unsigned char* signs, const unsigned char* norms, int operand, int factors, float (&of_rows)[L::SKETCH_ROWS][2]) const {
-        using Sketch = Sketched<M, L::PARTS>;
+        using Sketch = SketchWords<M, L::PARTS>;
         constexpr int IN_STAGE = STAGED / 32, MINE = Sketch::MINE, EACH = Sketch::EACH, TWO = MINE & 2;  // STAGED: bits in the stage
         int sums[L::SKETCH_ROWS][4] = {};
         // Where words do not divide among warps the last one reads a word too many: what is there meets digits that are zero.

@@ -15,7 +15,8 @@ struct Softmax {
     // Columns 2c and 2c + 1 of each block of columns.
     float maximum[NT][2], sum[NT][2], zeros[NT][2];
     float out[SHARE][NT][4];  // the warp's channels (Layout::channel_of) by columns
-    // Probabilities times rows of one operand, by columns. Rows r: tokens' zero points of group r < 4, and scales of group r % 4 (Layout::VALUE_GROUPED). Rows r + 8: left factors, what is not in `out` yet.
+    // Probabilities times rows of one operand, by columns. Rows 0 ... 3: tokens' zero points of a group each, rows 4 ... 7: its scales (Layout::VALUE_GROUPED). Rows 8 ... 15: left factors, what
+    // is not in `out` yet.
     float low[NT][4];
     unsigned spare;           // not 0 while there is not room for all scales (`make_room`); of lanes that have some (Values::load_grouped) LARGE
 

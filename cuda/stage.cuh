@@ -87,7 +87,7 @@ struct Feed {
     static constexpr int UNITS = S::T / L::T;  // of a page
     static constexpr int LANES = 32 / BATCH;   // of a unit
     static constexpr int PIECES = SideStage::PIECES, EACH = (PIECES + LANES - 1) / LANES;
-    static_assert(32 % BATCH == 0 && LANES >= 2, "a unit has lanes of its own");
+    static_assert(32 % BATCH == 0 && LANES >= 2, "batches share 32 ids evenly, and a unit has two lanes for the two words of its directory");
 
     // Whether all lanes' i-th pieces lie as far behind those before as that of a unit's first lane, in whichever tile: then they need no address of their own.
     static constexpr int distance(int i) { return SideStage::piece(i * LANES, 0, 0).offset - SideStage::piece((i - 1) * LANES, 0, 0).offset; }
@@ -157,7 +157,7 @@ struct Feed {
     template <bool FAR>
     static __device__ __forceinline__ int kept(int x) { return FAR && UNITS == 1 ? rolled(x) : x; }
 
-    // The id of the lane's unit of the batch that comes next.
+    // The id of the lane's unit of the batch that is asked for next; where lists' beginnings are copied ahead, of the one behind it.
     __device__ __forceinline__ unsigned deal() {
         const unsigned x = __shfl_sync(~0u, now, taken + own);
         taken += BATCH;

@@ -66,7 +66,8 @@ struct TilePages {
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
             : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
-              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)), directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))),
+              count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
+              directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
                    Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories),
               values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
@@ -125,7 +126,7 @@ struct TilePages {
             angles.start(first, count);
             if constexpr (!L::MEETS_LATER) at.meet();  // nobody reads the query of an earlier stretch of pages any more
             angles.turn_query(0);
-            if constexpr (L::MEETS_LATER) at.come();
+            if constexpr (L::MEETS_LATER) at.arrive();
             else at.meet();
         }
         unsigned key_lists = 0, value_lists = 0;  // directories of the batch at work, in bytes
@@ -177,7 +178,7 @@ struct TilePages {
                 for (int i = 0; i < STACK; ++i) keys.add_zeros(turn, i, score[i]);
                 if constexpr (L::ROPE) angles.turn_query(turn + 1);
                 if constexpr (L::PARTS > 1) leave_scores(turn, score[0]);
-                if constexpr (L::MEETS_LATER) at.come();
+                if constexpr (L::MEETS_LATER) at.arrive();
                 else if constexpr (L::MEETING > 1) at.meet();  // the query is turned, scores are there, and those of the turn before are read
                 if constexpr (L::PARTS > 1) add_scores(turn, score[0]);
 #pragma unroll
@@ -222,7 +223,7 @@ struct TilePages {
         arrived<0>();
         if constexpr (L::MEETS_LATER && KP) {  // nobody reads the query any more; an even number of times
             at.await(turn);
-            if (turn % 2 == 0) at.come(), at.await(turn + 1);
+            if (turn % 2 == 0) at.arrive(), at.await(turn + 1);
             __syncwarp();  // lanes leave a wait one by one
         }
         if constexpr (VP && V::RANK > 0) values.factors.finish(at, softmax);

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import Bundle, Dense, Format, LayerFormat, LowRank, Rope, Rotate, Sketch, Window
+from artifacts import Bundle, Dense, Format, LayerFormat, LowRank, Rope, Window
 from runtime.codec import Codec
 from runtime.jit import KernelError
 from runtime.pack import device_tables
 from runtime.rope import Rotation
-from runtime.units import MOST_ROWS, ONE_BLOCK, Scoring, Sharing, takes_alone
+from runtime.units import MOST_ROWS, Scoring, Sharing, takes_alone
 from tests.cuda.attention_emulated import (
     ALLOWED,
     BANDED,
@@ -92,6 +92,20 @@ def test_units_of_several_pages(t, formats, g, d, alone, monkeypatch):
     monkeypatch.setattr(Emulated, "how", Sharing(1, alone))
     taken = in_pages_of(t, formats)
     check(case(taken, 2 * g, d=d), [1, 17, 18 + t, 66, 113, 130, 64 * 9 + 37])
+
+
+@pytest.mark.parametrize("how", [Sharing(1), Sharing(1, alone=True)], ids=["block", "alone"])
+@pytest.mark.parametrize(
+    ("formats", "g"),
+    [(without_outliers(kvquant(3)), 1), (with_outliers(0.02), 4), (with_outliers(0.02, 4), 4)],
+    ids=["bytes", "2 bits", "4 bits"],
+)
+def test_more_pages_than_ids_at_hand(formats, g, how, monkeypatch):
+    """A warp has the ids of as many pages as it has lanes, or of twice as many, and asks for more when it has used
+    them."""
+    monkeypatch.setattr(Emulated, "how", how)
+    monkeypatch.setattr(Emulated, "_processors", lambda self: 1)
+    check(case(in_pages_of(16, formats), g, h_kv=1), [10000, 66])
 
 
 @pytest.mark.parametrize("g", [1, 4])
@@ -437,35 +451,6 @@ def test_a_ring_of_too_few_tokens():
     scene.key.paged = replace(scene.key.paged, window=scene.key.paged.window[:, 1:])
     with pytest.raises(KernelError, match="keys: a window of 20 tokens; 2 new ones that see 20 each need 21: make it"):
         scene.run(scene.query())
-
-
-SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, GROUPS_OF_TOKENS))
-TURNED = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
-
-
-def test_factors_sketches_and_rotation():
-    group = Dense(2, "channel", 32), GROUPS_OF_TOKENS
-    factors = LayerFormat(*(Format(64, dense, lowrank=LowRank(4, 2)) for dense in group))
-    for formats in (factors, SKETCHED, LayerFormat(TURNED, TURNED)):
-        check(case(formats), [1, 300])
-
-
-@pytest.mark.parametrize("how", [ONE_BLOCK, Sharing(2), Sharing(1, alone=True)], ids=str)
-@pytest.mark.parametrize("formats", [SKETCHED, LayerFormat(TURNED, TURNED)], ids=["sketched", "turned"])
-def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
-    """Of eight query rows and two: blocks that share a multiprocessor have six warps, or four."""
-    monkeypatch.setattr(Emulated, "how", how)
-    check(case(formats, 16), [1, 66, 330, 130])
-    check(case(formats, 4, d=64), [3, 200, 64], 2)
-
-
-@pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])
-@pytest.mark.parametrize(("d", "g"), [(64, 1), (128, 4), (128, 12), (256, 5)])
-def test_sizes_of_sketches(m, outlier_m, d, g):
-    """Of four words a lane has one for itself, two that are left are two lanes', one is all four's; with 256 channels
-    two warps share them, and one may have a word less."""
-    sketch = Sketch(m, "orthogonal", 8 if outlier_m else 0, outlier_m)
-    check(case(LayerFormat(Format(64, sketch=sketch), Format(64, GROUPS_OF_TOKENS)), 2 * g, d=d), [1, 200])
 
 
 ONLY_OUTLIERS_AND_SKETCHES = [given for given in CASES if given.key.parts == ("sparse", "sketch")]

@@ -1,0 +1,48 @@
+"""Attention with projected queries, of sketched and rotated keys, and with factors, on the CPU against float64."""
+
+import shutil
+
+import pytest
+
+from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
+from runtime.units import ONE_BLOCK, Sharing
+from tests.cuda.attention_emulated import Emulated, case, check
+from tests.gpu import paged
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch):
+    monkeypatch.setattr(paged, "DEVICE", "cpu")
+    monkeypatch.setattr(paged, "PagedAttention", Emulated)
+
+
+GROUPS_OF_TOKENS = Dense(2, "token", 32)
+SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, GROUPS_OF_TOKENS))
+TURNED = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
+
+
+def test_factors_sketches_and_rotation():
+    group = Dense(2, "channel", 32), GROUPS_OF_TOKENS
+    factors = LayerFormat(*(Format(64, dense, lowrank=LowRank(4, 2)) for dense in group))
+    for formats in (factors, SKETCHED, LayerFormat(TURNED, TURNED)):
+        check(case(formats), [1, 300])
+
+
+@pytest.mark.parametrize("how", [ONE_BLOCK, Sharing(2), Sharing(1, alone=True)], ids=str)
+@pytest.mark.parametrize("formats", [SKETCHED, LayerFormat(TURNED, TURNED)], ids=["sketched", "turned"])
+def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
+    """Of eight query rows and two: blocks that share a multiprocessor have six warps, or four."""
+    monkeypatch.setattr(Emulated, "how", how)
+    check(case(formats, 16), [1, 66, 330, 130])
+    check(case(formats, 4, d=64), [3, 200, 64], 2)
+
+
+@pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])
+@pytest.mark.parametrize(("d", "g"), [(64, 1), (128, 4), (128, 12), (256, 5)])
+def test_sizes_of_sketches(m, outlier_m, d, g):
+    """Of four words a lane has one for itself, two that are left are two lanes', one is all four's; with 256 channels
+    two warps share them, and one may have a word less."""
+    sketch = Sketch(m, "orthogonal", 8 if outlier_m else 0, outlier_m)
+    check(case(LayerFormat(Format(64, sketch=sketch), Format(64, GROUPS_OF_TOKENS)), 2 * g, d=d), [1, 200])
