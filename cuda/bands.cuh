@@ -22,10 +22,12 @@ struct Band {
 struct BandCodes {
     static constexpr int ROW = 64;  // bytes of a bit of all lanes
 
-    // a[n]: the numbers of a tile whose band's first half word of this lane is at from[n]. width: not 0. book: 16 bytes.
+    // a[n]: the numbers of a tile whose band's first half word of this lane is at from[n]; zeros without a width. book: 16 bytes.
     template <int N>
     static __device__ __forceinline__ void load(unsigned width, const unsigned char* const (&from)[N], const uint4* book, unsigned (&a)[N][4]) {
-        if (width == 2) {
+        if (width >= 3) {
+            load_wide(width, from, book, a);
+        } else if (width == 2) {
             const unsigned bytes = book->x;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -41,7 +43,18 @@ struct BandCodes {
 #pragma unroll
                 for (int g = 0; g < 4; ++g) a[n][g] = permute(bytes, bytes, masked(x >> g, 0x1111u));
             }
-        } else if (width == 3) {
+        } else {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int g = 0; g < 4; ++g) a[n][g] = rolled(0);  // or the compiler would clear the registers of all widths
+            }
+        }
+    }
+    // Of 3 or 4 bits.
+    template <int N>
+    static __device__ __forceinline__ void load_wide(unsigned width, const unsigned char* const (&from)[N], const uint4* book, unsigned (&a)[N][4]) {
+        if (width == 3) {
             const uint2 bytes = *reinterpret_cast<const uint2*>(book);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -105,12 +118,8 @@ struct BandWords {
             const unsigned width = band.width, start = band.start * BandCodes::ROW;
             const unsigned char* tiles[N];
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                tiles[i] = from[i] + start;
-#pragma unroll
-                for (int g = 0; g < 4; ++g) bytes[i][g] = 0u;
-            }
-            if (width) BandCodes::load(width, tiles, &band.book, bytes);
+            for (int i = 0; i < N; ++i) tiles[i] = from[i] + start;
+            BandCodes::load(width, tiles, &band.book, bytes);
             less = width == 4 ? BandCodes::LESS_64 : BandCodes::LESS_128;
         }
         BandCodes::fragment<RAW>(bytes[n][S % 2 * 2], bytes[n][S % 2 * 2 + 1], less, a);

@@ -265,11 +265,12 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 }
 
 // Warps that say that they have come and wait for each other some time later: 8 bytes of shared memory at `at`. Who makes it: one thread, a barrier follows.
-__device__ __forceinline__ void make_meeting(unsigned at, int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(warps) : "memory"); }
-// All lanes of a warp: what they wrote before, others see who have waited.
+__device__ __forceinline__ void make_meeting(unsigned at, int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(32 * warps) : "memory"); }
+// All lanes of a warp: what they wrote before, others see who have waited. Each lane arrives for itself: it takes no longer than one lane for all (measured), and compute-sanitizer sees
+// only what the one that arrives has written.
 __device__ __forceinline__ void arrive(unsigned at) {
-    __syncwarp();
-    asm volatile("{\n.reg .b64 state;\n.reg .pred first;\nsetp.eq.u32 first, %1, 0;\n@first mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at), "r"(threadIdx.x % 32) : "memory");
+    __syncwarp();  // together
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at) : "memory");
 }
 // Waits for all warps' arrival number 0, 2, ... (parity 0) or 1, 3, ...
 __device__ __forceinline__ void await_arrivals(unsigned at, unsigned parity) {

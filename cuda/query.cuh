@@ -218,6 +218,7 @@ struct PageAngles {
     const Place<C>& at;
     const int thread, first_phase, first_row;
     Angle angle[MINE][2];
+    float frequency[MINE][2];  // on their way from memory since this was made
     int a_to[MINE], b_to[MINE];  // where its first row's channels of its first phase go in the group's first buffer, in words of all buffers
 
     __device__ __forceinline__ explicit PageAngles(const Place<C>& place)
@@ -226,6 +227,8 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
             const int first = place.group * 2 * L::STACK * L::QUERY_WORDS + of_tile(first_phase) + Query<C>::column_half(first_row) / 2;
             a_to[k] = kept(first + Query<C>::channel_half(a_at(k)) / 2), b_to[k] = kept(first + Query<C>::channel_half(b_at(k)) / 2);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) frequency[k][i] = L::ROPE && has(k) ? at.params.inv_freq[2 * couple(k) + i] : 0.f;
         }
     }
     // In a register, where there are some left: found anew they would take as long as the turning.
@@ -247,7 +250,7 @@ struct PageAngles {
         for (int k = 0; k < MINE; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, at.params.inv_freq[2 * couple(k) + i], L::TURN_TILES > BY_PHASE || count > L::TURN_TILES);
+                if (has(k)) angle[k][i].start(first, BY_PHASE * L::HOP * L::T, frequency[k][i], L::TURN_TILES > BY_PHASE || count > L::TURN_TILES);
             }
         }
     }
