@@ -67,6 +67,12 @@ class Format:
             )
 
     @property
+    def masked(self) -> bool:
+        """Whether codes of values become operands by masks, for which pages have them in an order of their own
+        (`artifacts.order`): their numbers are evenly spaced, and no outliers are added to them."""
+        return self.dense is not None and self.dense.evenly_spaced and self.sparse is None
+
+    @property
     def transforms(self) -> dict[str, Center | Rotate]:
         """What is applied to vectors before the parts, by name, in this order; undone in the opposite order."""
         return {name: t for name, t in (("center", self.center), ("rotate", self.rotate)) if t}

@@ -17,6 +17,10 @@ Within a step their order depends on their width, so that a few instructions tak
 - 2 bits: a step is half a word. A nibble has a code of row r in its low two bits and that of row r + 8 in its high two.
 - 1 and 8 bits: register by register, as above.
 
+Evenly spaced values of 2 to 4 bits without outliers (`Format.masked`) become operands by masks, so there a register's
+two codes stand 16 bits apart, and 8 bits above those of tokens 2 c and 2 c + 1 stand those of the tokens 8 later.
+Within a byte the codes of channels r and r + 8 are neighbours, with 2 bits of one step, then of the next.
+
 Codes whose width depends on the band of channels (`band_order`) are stored tile after tile, and in a tile band after
 band: for each bit of the width 32 half words, one a lane (`band_code_order`).
 
@@ -44,10 +48,19 @@ _WITHIN_STEP = {1: _OF_REGISTERS, 2: _OF_BOTH_ROWS, 3: _OF_ROWS, 4: _OF_ROWS, 8:
 
 
 @cache
-def code_order(t: int, d: int, side: SideName, bits: int) -> NDArray[np.int64]:
-    """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d]."""
+def code_order(t: int, d: int, side: SideName, bits: int, masked: bool) -> NDArray[np.int64]:
+    """Where the codes of one head's page come from: token * d + channel of each, int64 [t * d].
+
+    masked: whether codes of values become operands by masks (`Format.masked`); keys have one order.
+    """
     tile, step, r, c = range(4)
-    return _registers(t, d, side).transpose(tile, r, c, step, *_WITHIN_STEP[bits]).reshape(-1).copy()
+    registers = _registers(t, d, side)
+    if not masked or side == "key":
+        return registers.transpose(tile, r, c, step, *_WITHIN_STEP[bits]).reshape(-1).copy()
+    steps = 2 if bits == 2 else 1  # of a word
+    half, upper, e = 5, 6, 7
+    of_words = registers.reshape(t // TILE, d // (16 * steps), steps, 8, 4, 2, 2, 2)
+    return of_words.transpose(tile, 3, 4, 1, e, half, 2, upper).reshape(-1).copy()
 
 
 @cache

@@ -196,7 +196,8 @@ struct BytePages {
             }
         }
         if (__any_sync(~0u, over)) raise(whole);
-        const float units = V::EVEN && at.r % 2 ? PROBABILITY / ByteCodes<V, D>::ODD : PROBABILITY;  // of the lane's column
+        constexpr float ODD = ByteCodes<V, D>::ODD;
+        const float units = at.r % 2 ? PROBABILITY / ODD : PROBABILITY;  // of the lane's column
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -206,9 +207,10 @@ struct BytePages {
                 if constexpr (B::SCALED) zeros[row] = fmaf(p, zero[u], zeros[row]);
                 const unsigned bytes = static_cast<unsigned>(__float2int_rn(weight * units));
                 // The origin of evenly spaced codes counts as often as the codes do: what rounding takes from a probability is then lost around the middle, not below it.
-                if constexpr (V::EVEN) zeros[row] = fmaf(static_cast<float>(bytes), value_codes.origin() * (at.r % 2 ? ByteCodes<V, D>::ODD / PROBABILITY : 1.f / PROBABILITY), zeros[row]);
+                if constexpr (V::EVEN) zeros[row] = fmaf(static_cast<float>(bytes), value_codes.origin() * (at.r % 2 ? ODD / PROBABILITY : 1.f / PROBABILITY), zeros[row]);
                 // Columns 4 row + byte; the token's place among those of lane c of an operand is that of a code (cuda/bytes_codes.cuh).
-                unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + (V::EVEN ? at.c / 2 * 8 + at.r % 2 * 4 + at.c % 2 * 2 + u : at.c * 4 + u * 2 + at.r % 2);
+                const int place = V::MASKED ? at.c * 4 + at.r % 2 * 2 + u : V::EVEN ? at.c / 2 * 8 + at.r % 2 * 4 + at.c % 2 * 2 + u : at.c * 4 + u * 2 + at.r % 2;
+                unsigned char* to = mine() + B::PROBABILITIES + (row * 16 + at.r / 2) * 16 + place;
 #pragma unroll
                 for (int k = 0; k < 3; ++k) to[k * 64] = static_cast<unsigned char>(bytes >> 8 * k);
                 if constexpr (V::SPARSE) plain()[row * B::PLAIN_ROW + B::PLAIN_TILE * at.c + at.r / 2 * 8 + 4 * u + at.r % 2] = p * VALUE_UNITS;
@@ -336,7 +338,7 @@ struct BytePages {
     }
     // What these sums are in.
     __device__ __forceinline__ float2 units(int s) const {
-        const float first = value_codes.unit(PROBABILITY), second = first / value_codes.UPPER;
+        const float unit = value_codes.unit(PROBABILITY), first = unit / value_codes.counts(s, 0), second = unit / value_codes.counts(s, 1);
         if constexpr (B::SCALED) return make_float2(first, second);
         else return make_float2(first * channels()[16 * s + at.r].x, second * channels()[16 * s + 8 + at.r].x);
     }

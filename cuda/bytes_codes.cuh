@@ -58,18 +58,19 @@ struct ByteTable {
     }
 };
 
-// Evenly spaced numbers: `origin` and so many times `unit` as the code says, 0 ... 15. Masks take four codes of a row out of a word, so a register has not the
-// columns 2c, 2c + 1, 2c + 8 and 2c + 9 of one step or tile, but of two of them the columns 2c and 2c + 8 (a[0], a[1]) or the odd ones (a[2], a[3]).
-template <int BITS>
+// Evenly spaced numbers: `origin` and so many times `unit` as the code says, 0 ... 15. Masks take four codes of a row out of a word, where some stand higher and count more (CodePlaces in
+// cuda/fragments.cuh): of keys those of two steps at columns 2c and 2c + 8 (a[0], a[1]), then the odd ones (a[2], a[3]); of values (MASKED) those of a tile at 2c, 2c + 8, 2c + 1, 2c + 9.
+// Values beside outliers are in the order of other codes, and are taken as keys are: two tiles' codes at columns 2c and 2c + 8, then the odd ones, which count ODD times.
+template <int BITS, bool MASKED>
 struct EvenCodes {
-    static constexpr int UPPER = BITS == 2 ? 4 : 1;  // how many times a code counts in rows r + 8, where it stands higher,
-    static constexpr int ODD = 16;                   // and in values' odd columns
     static constexpr unsigned MASK = 0x01010101u * Codes<BITS>::MASK;
+    static constexpr int ODD = MASKED ? 1 : 16;
     float unit_, origin_;
 
     __device__ __forceinline__ void load(const float* values) { unit_ = values[1] - values[0], origin_ = values[0]; }
     __device__ __forceinline__ float unit(float of) const { return unit_ * (1.f / of); }
     __device__ __forceinline__ float origin() const { return origin_; }
+    static constexpr __device__ __forceinline__ float counts(int step, int upper) { return MASKED ? CodePlaces<BITS, false>::counts(step, upper) : CodePlaces<BITS, true>::counts(0, upper); }
 
     template <int S, int COUNT>
     static __device__ __forceinline__ void keys(const unsigned (&words)[COUNT], unsigned (&a)[4]) {
@@ -85,21 +86,26 @@ struct EvenCodes {
 
     template <int S, int COUNT>
     static __device__ __forceinline__ void values(const unsigned (&first)[COUNT], const unsigned (&second)[COUNT], unsigned (&a)[4]) {
-        if constexpr (BITS == 2) {
-            const unsigned word = permute(first[S / 2], second[S / 2], S % 2 ? 0x7632u : 0x5410u);
+        const unsigned x = step<S>(first), y = step<S>(second);
+        if constexpr (MASKED) {
+            constexpr int SHIFT = BITS == 2 ? S % 2 * 4 : 0, ABOVE = BITS == 2 ? 2 : 4;
+            a[0] = x & MASK << SHIFT, a[1] = x & MASK << (SHIFT + ABOVE), a[2] = y & MASK << SHIFT, a[3] = y & MASK << (SHIFT + ABOVE);
+        } else if constexpr (BITS == 2) {
+            const unsigned word = permute(x, y, S % 2 ? 0x7632u : 0x5410u);
             a[0] = word & MASK, a[1] = word & MASK << 2, a[2] = word & MASK << 4, a[3] = word & MASK << 6;
         } else {
             unsigned rows[2];
-            by_rows(step<S>(first), step<S>(second), rows);
+            by_rows(x, y, rows);
             a[0] = rows[0] & MASK, a[1] = rows[1] & MASK, a[2] = rows[0] & MASK << 4, a[3] = rows[1] & MASK << 4;
         }
     }
 
 private:
-    // A step's eight codes of 3 or 4 bits, those of row r in the low half; with 3 bits there are others' bits between them.
+    // The word of a step: with 2 bits it is another step's, too, with 3 bits there are others' bits between codes.
     template <int S, int COUNT>
     static __device__ __forceinline__ unsigned step(const unsigned (&words)[COUNT]) {
-        return Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
+        if constexpr (BITS == 2) return words[S / 2];
+        else return Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
     }
     static __device__ __forceinline__ void by_rows(unsigned first, unsigned second, unsigned (&rows)[2]) {
         rows[0] = permute(first, second, 0x5410u), rows[1] = permute(first, second, 0x7632u);
@@ -132,10 +138,11 @@ struct ByteBands {
 };
 
 // What a warp keeps in registers of a side's codes. values: the codebook; bands: those of the head at hand. Numbers are `origin` and so many times `unit` as
-// bytes say, UPPER times that in rows r + 8; unit(x): the unit over x, a constant.
+// bytes say, which count `counts(step, upper)` times (upper: in rows r + 8) and, of values in odd columns, ODD times; unit(x): the unit over x, a constant.
 template <typename S>
 struct FixedUnit {
-    static constexpr int UPPER = 1, ODD = 1;
+    static constexpr int ODD = 1;
+    static constexpr __device__ __forceinline__ float counts(int, int) { return 1.f; }
     static __device__ __forceinline__ float unit(float of) { return S::UNIT / of; }
     static __device__ __forceinline__ float origin() { return S::ORIGIN; }
 };
@@ -150,7 +157,7 @@ struct ByteCodes : ByteTable<S::BITS>, FixedUnit<S> {
     __device__ __forceinline__ void open(const unsigned char*) {}
 };
 template <typename S, int D>
-struct ByteCodes<S, D, ByteKind::EVEN> : EvenCodes<S::BITS> {
+struct ByteCodes<S, D, ByteKind::EVEN> : EvenCodes<S::BITS, S::MASKED != 0> {
     __device__ __forceinline__ void open(const unsigned char*) {}
 };
 template <typename S, int D>

@@ -189,7 +189,7 @@ struct ByteKeys {
                                          float (&part)[2]) const {
         const float4 weight = reinterpret_cast<const float4*>(tables() + B::WEIGHTS)[tile * 32 + at.lane];
         const float unit = size * codes.unit(Query::MOST), zeros[2] = {zero[0] * size, zero[1] * size}, mine_fast = at.c == 2 * row + tile / 2 ? 1.f : 0.f;
-        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), e < 2 ? unit : unit / codes.UPPER, zeros[e % 2]); };
+        auto number = [&](int e) { return fmaf(static_cast<float>(high[e] * 256 + low[e]), unit / codes.counts(0, e / 2), zeros[e % 2]); };
         part[0] = fmaf(weight.x, number(0), fmaf(weight.y, number(1), turned[tile % 2] * mine_fast));
         part[1] = fmaf(weight.z, number(2), fmaf(weight.w, number(3), turned[2 + tile % 2] * mine_fast));
     }

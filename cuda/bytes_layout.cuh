@@ -86,7 +86,7 @@ struct ByteLayout {
     static constexpr int PLAIN_PAIRS = ODD_ZEROS + PAIRS * 4, TURNED_BYTES = PLAIN_PAIRS + (K::SPARSE ? PAIRS * 8 : 0);    // without scales [PAIRS][2], for outliers
     static constexpr int FAST_OPERAND = TURNED + ROWS * TURNED_BYTES;                                          // f16 [32][8]
     static constexpr int ROW_OPERANDS = FAST_OPERAND + 512;                                                    // u8 [ROWS][SLOW][32][16]
-    static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][4]; of evenly spaced values [8][4][TILES / 2][odd][tile][half]
+    static constexpr int PROBABILITIES = ROW_OPERANDS + (K::BANDED ? ROWS * SLOW * 512 : 0);                   // u8 [8][4][TILES][half][e]; of MASKED values [TILES][e][half], of other evenly spaced ones [TILES / 2][e][tile][half]
     static constexpr int OUT = PROBABILITIES + 512;                                                            // f32 [ROWS][STEPS][r, upper]
     // For outliers; places are an index's bits where they stand (cuda/sparse.cuh), as far as that goes:
     static constexpr int PLAIN_TILE = 34, PLAIN_ROW = TILES * PLAIN_TILE;                                      // probabilities in their units, f32 [ROWS][TILES][34]: [c, half, 0, e], no tiles meet in a bank;

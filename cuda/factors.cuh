@@ -156,7 +156,7 @@ struct ValueFactors {
         for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
         if (most == 0.f) return;
         // What the output counts where values are codes (Values::restore).
-        const float first = L::VALUE_CODED ? most / at.floats(L::SPACING)[2] : most, second = L::VALUE_CODED ? first * UPPER<L::VALUE_BITS> : most;
+        const float unit = L::VALUE_CODED ? most / at.floats(L::SPACING)[2] : most;
         unsigned b[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -172,7 +172,7 @@ struct ValueFactors {
                 float sum[4] = {0.f, 0.f, 0.f, 0.f};
                 mma(sum, a, b[n][0], b[n][1]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], e < 2 ? first : second, softmax.out[u][n][e]);
+                for (int e = 0; e < 4; ++e) softmax.out[u][n][e] = fmaf(sum[e], L::VALUE_CODED ? unit * L::ValuePlaces::counts(u, e / 2) : unit, softmax.out[u][n][e]);
             }
         }
     }

@@ -77,8 +77,8 @@ struct TablePlace : Table<BITS, PERMUTED> {
     }
 };
 
-// The words of one lane in RUNS runs, interleaved over the warp as `word_order` says.
-template <int BITS, int RUNS>
+// The words of one lane in RUNS runs, interleaved over the warp as `word_order` says. MASKED: a side's constant (sides.cuh).
+template <int BITS, int RUNS, bool MASKED>
 struct LoadedWords {
     static constexpr int COUNT = RUNS * BITS;
     static constexpr int WIDTH = BITS % 4 == 0 ? 4 : BITS % 2 == 0 ? 2 : 1;
@@ -99,17 +99,34 @@ struct LoadedWords {
             }
         }
     }
+
+    // The word of step S, of 2 to 4 bits; with 2 it is another step's, too.
+    template <int S>
+    __device__ __forceinline__ unsigned word() const {
+        if constexpr (BITS == 2) return words[S / 2];
+        else return Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
+    }
+    // The same in the order of codes that are not masked: nibbles change places.
+    template <int S>
+    __device__ __forceinline__ unsigned word_in_rows() const {
+        unsigned x = word<S>();
+        if constexpr (MASKED) {
+            const unsigned change = (x ^ x >> 12) & 0xF0F0u;
+            x ^= change ^ change << 12;
+        }
+        return x;
+    }
 };
 
 // They become numbers through a table. T: TablePlace.
-template <int BITS, int RUNS, typename T>
-struct LaneWords : LoadedWords<BITS, RUNS> {
+template <int BITS, int RUNS, bool MASKED, typename T>
+struct LaneWords : LoadedWords<BITS, RUNS, MASKED> {
     static constexpr bool TOGETHER = false;  // several tiles go one after the other, and steps within them
     struct Permuted {
         uint4 table;  // low bytes, high bytes
     };
     using Base = typename Either<T::PERMUTED, Permuted, unsigned>::Type;
-    using LoadedWords<BITS, RUNS>::words;
+    using LoadedWords<BITS, RUNS, MASKED>::words;
     static constexpr int TABLE = T::AT;
 
     // What `fragment` is given.
@@ -138,10 +155,10 @@ struct LaneWords : LoadedWords<BITS, RUNS> {
         if constexpr (T::PERMUTED) {
             unsigned nibbles[2];  // of rows r and r + 8
             if constexpr (BITS == 2) {
-                const unsigned both = words[S / 2];
+                const unsigned both = this->template word_in_rows<S>();
                 nibbles[0] = masked(both, 0x33333333u) >> S % 2 * 16, nibbles[1] = masked(both >> 2, 0x33333333u) >> S % 2 * 16;
             } else {
-                nibbles[0] = Codes<BITS>::wide(words + S / 4 * BITS, S % 4) & 0x77777777u, nibbles[1] = nibbles[0] >> 16;
+                nibbles[0] = this->template word_in_rows<S>() & 0x77777777u, nibbles[1] = nibbles[0] >> 16;
             }
             four(base.table, nibbles[0], a[0], a[2]);
             four(base.table, nibbles[1], a[1], a[3]);
@@ -150,11 +167,12 @@ struct LaneWords : LoadedWords<BITS, RUNS> {
             const uint2 y = load_table2<TABLE>(T::template offset<8 * (S % 4) + 4>(words[S / 4], base));
             a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
         } else if constexpr (BITS == 2) {
-            const uint2 x = load_table2<TABLE>(T::template offset<16 * (S % 2)>(words[S / 2], base));
-            const uint2 y = load_table2<TABLE>(T::template offset<16 * (S % 2) + 8>(words[S / 2], base));
+            const unsigned both = this->template word_in_rows<S>();
+            const uint2 x = load_table2<TABLE>(T::template offset<16 * (S % 2)>(both, base));
+            const uint2 y = load_table2<TABLE>(T::template offset<16 * (S % 2) + 8>(both, base));
             a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
         } else if constexpr (BITS <= 4) {
-            const unsigned word = Codes<BITS>::wide(words + S / 4 * BITS, S % 4);
+            const unsigned word = this->template word_in_rows<S>();
             a[0] = load_table<TABLE>(T::template offset<0>(word, base));
             a[2] = load_table<TABLE>(T::template offset<8>(word, base));
             a[1] = load_table<TABLE>(T::template offset<16>(word, base));
@@ -169,75 +187,61 @@ struct LaneWords : LoadedWords<BITS, RUNS> {
 };
 
 // They are operands: code c is c / CODES, a half too small to be normal, which products take as any other, and codes that share what they are taken from are left where they stand. In rows
-// r + 8 one counts UPPER times as much. Of keys, whose products may take a head's channels in any order (KEY), a register has a channel and its like of the next step, which stand 16 bits
-// apart: of two steps the first has even channels, the second odd ones, which count ODD times as much.
-constexpr float CODES = 16777216.f, ODD = 16.f;
-template <int BITS>
-constexpr float UPPER = BITS == 2 ? 4.f : 1.f;
+// r + 8 one counts UPPER times as much, in odd steps of 2 bits, and of keys, ODD times. Of keys, whose products may take a head's channels in any order (KEY), a register has a channel and its
+// like of the next step, which stand 16 bits apart: of two steps the first has even channels, the second odd ones. Values' two tokens stand 16 bits apart.
+constexpr float CODES = 16777216.f;
+template <int BITS, bool KEY>
+struct CodePlaces {
+    static constexpr float UPPER = BITS == 2 ? 4.f : KEY ? 1.f : 16.f, ODD = KEY || BITS == 2 ? 16.f : 1.f;
+    static constexpr __device__ __forceinline__ float counts(int step, int upper) { return (step % 2 ? ODD : 1.f) * (upper ? UPPER : 1.f); }
+};
 template <int BITS, int RUNS, bool KEY>
-struct CodedWords : LoadedWords<BITS, RUNS> {
+struct CodedWords : LoadedWords<BITS, RUNS, !KEY> {
     static_assert(BITS >= 2 && BITS <= 4, "nibbles, or halves of them");
     static constexpr bool TOGETHER = true;  // several tiles take each step together
+    static constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;
     struct Base {};
-    using LoadedWords<BITS, RUNS>::words;
 
     static __device__ __forceinline__ Base base(const unsigned char*, const unsigned char*, int) { return {}; }
 
     // First operand of step S.
     template <int S>
     __device__ __forceinline__ void fragment(Base, unsigned (&a)[4]) const {
-        if constexpr (KEY) of_two_steps<S / 2>(S % 2 ? 4 : 0, a);
-        else of_step<S>(a);
+        if constexpr (KEY) {
+            of_two_steps<S / 2>(S % 2 ? 4 : 0, a);
+        } else {
+            constexpr int SHIFT = BITS == 2 ? S % 2 * 4 : 0, ABOVE = BITS == 2 ? 2 : 4;
+            const unsigned x = this->template word<S>(), later = x >> 8;
+            a[0] = take(x, SHIFT), a[1] = take(x, SHIFT + ABOVE);
+            a[2] = take(later, SHIFT), a[3] = take(later, SHIFT + ABOVE);
+        }
     }
 
     // What stands `shift` bits above the lowest ones of both halves; `masked`, or the compiler would shift first.
-    static __device__ __forceinline__ unsigned take(unsigned word, unsigned mask, int shift) { return masked(word, mask << shift); }
+    static __device__ __forceinline__ unsigned take(unsigned word, int shift) { return masked(word, MASK << shift); }
 
     // Of steps 2 PAIR and 2 PAIR + 1: even channels, or odd ones, which stand `shift` bits higher.
     template <int PAIR>
     __device__ __forceinline__ void of_two_steps(int shift, unsigned (&a)[4]) const {
-        constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;
         unsigned low, high;  // rows r and r + 8; in the low bytes of each half the first half of the head
         if constexpr (BITS == 2) {
-            low = words[PAIR], high = words[PAIR];
+            low = high = this->template word<2 * PAIR>();
         } else {
-            const unsigned x = wide<2 * PAIR>(), y = wide<2 * PAIR + 1>();
+            const unsigned x = this->template word<2 * PAIR>(), y = this->template word<2 * PAIR + 1>();
             low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
         }
         constexpr int ABOVE = BITS == 2 ? 2 : 0;
-        a[0] = take(low, MASK, shift), a[1] = take(high, MASK, shift + ABOVE);
-        a[2] = take(low >> 8, MASK, shift), a[3] = take(high >> 8, MASK, shift + ABOVE);
+        a[0] = take(low, shift), a[1] = take(high, shift + ABOVE);
+        a[2] = take(low >> 8, shift), a[3] = take(high >> 8, shift + ABOVE);
     }
-
-    // Byte B of a word, in whose two nibbles neighbours' codes lie: one in each half.
-    template <int B>
-    static __device__ __forceinline__ unsigned apart(unsigned word) { return __byte_perm(word, word >> 4, B * 0x11u | (4 + B) * 0x1100u); }
-
-    // The lane's codes 8 S ... 8 S + 7.
-    template <int S>
-    __device__ __forceinline__ void of_step(unsigned (&a)[4]) const {
-        constexpr unsigned MASK = 0x00010001u * Codes<BITS>::MASK;
-        if constexpr (BITS == 2) {
-            constexpr int B = S % 2 * 2;
-            const unsigned first = apart<B>(words[S / 2]), second = apart<B + 1>(words[S / 2]);
-            a[0] = take(first, MASK, 0), a[1] = take(first, MASK, 2);
-            a[2] = take(second, MASK, 0), a[3] = take(second, MASK, 2);
-        } else {
-            const unsigned word = wide<S>();
-            a[0] = take(apart<0>(word), MASK, 0), a[2] = take(apart<1>(word), MASK, 0);
-            a[1] = take(apart<2>(word), MASK, 0), a[3] = take(apart<3>(word), MASK, 0);
-        }
-    }
-    template <int S>
-    __device__ __forceinline__ unsigned wide() const { return Codes<BITS>::wide(words + S / 4 * BITS, S % 4); }
 };
 
-template <bool CODED, bool KEY, int BITS, int RUNS, typename T>
+template <bool CODED, bool KEY, bool MASKED, int BITS, int RUNS, typename T>
 struct Words {
-    using Type = LaneWords<BITS, RUNS, T>;
+    using Type = LaneWords<BITS, RUNS, MASKED, T>;
 };
-template <bool KEY, int BITS, int RUNS, typename T>
-struct Words<true, KEY, BITS, RUNS, T> {
+template <bool KEY, bool MASKED, int BITS, int RUNS, typename T>
+struct Words<true, KEY, MASKED, BITS, RUNS, T> {
     using Type = CodedWords<BITS, RUNS, KEY>;
 };
 

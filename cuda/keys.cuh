@@ -201,7 +201,7 @@ struct Keys {
                 }
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    score[n][0][e] = fmaf(fmaf(sums[n][1][0][e], 1.f / ODD, sums[n][0][0][e]), e < 2 ? units : units / UPPER<L::KEY_BITS>, score[n][0][e]);
+                    score[n][0][e] = fmaf(fmaf(sums[n][1][0][e], 1.f / L::KeyPlaces::ODD, sums[n][0][0][e]), units / L::KeyPlaces::counts(0, e / 2), score[n][0][e]);
                     if constexpr (L::KEY_PAGES_SCALED) score[n][0][e] += scales.added[e % 2];
                 }
             });

@@ -131,13 +131,12 @@ struct Layout {
     // Codes of evenly spaced numbers are operands as they are, and there is no table, where scales can be taken elsewhere: those of keys' channels multiply the query (of pages once for
     // all tiles of a turn, so not where that has one), those of tokens probabilities, of several groups of channels each group's. Zero points and origins are sums apart. Keys that are
     // turned are not: codes that count from 0 on are twice as large as numbers around 0, and as much would be rounded away more (docs/kernels-history.md, v30).
-    // Nor are values beside turned keys (it takes longer).
-    static constexpr bool CODED = !BYTES && NT == 1 && !ROPE;
-    static constexpr bool KEY_CODED = K::EVEN && CODED && !KEY_OUTLIERS && (CHANNELS_FOLDED || (K::SCALES == Scales::CHANNEL_PAGE && PHASES > 1));
+    static constexpr bool CODED = !BYTES && NT == 1;
+    static constexpr bool KEY_CODED = K::EVEN && CODED && !ROPE && !KEY_OUTLIERS && (CHANNELS_FOLDED || (K::SCALES == Scales::CHANNEL_PAGE && PHASES > 1));
     static constexpr bool KEY_PAGES_SCALED = KEY_CODED && K::SCALES == Scales::CHANNEL_PAGE;
     // Of channels that share a token's scale. Not where several warps share a maximum, which each moves for large scales (Softmax::make_room).
     static constexpr int VALUE_GROUPS = V::SCALES == Scales::TOKEN && V::SCALE_CHANNELS % 16 == 0 && PARTS == 1 ? D / V::SCALE_CHANNELS : 0;
-    static constexpr bool VALUE_CODED = V::EVEN && CODED && !VALUE_OUTLIERS && (VALUE_FOLDED || (VALUE_GROUPS > 0 && VALUE_GROUPS <= 4));
+    static constexpr bool VALUE_CODED = V::MASKED && CODED && (VALUE_FOLDED || (VALUE_GROUPS > 0 && VALUE_GROUPS <= 4));
     static constexpr bool VALUE_GROUPED = VALUE_CODED && !VALUE_FOLDED;
     // Where scales are floats, the tables' numbers are divided by the codebook's SPREAD, so that they are not rounded, and scales multiplied.
     static constexpr float KEY_SPREAD = !BYTES && !KEY_CODED && (CHANNELS_FOLDED || KEY_WIDE || KEY_FOLDED) ? K::SPREAD : 1.f;
@@ -169,12 +168,15 @@ struct Layout {
     template <int BITS>
     using TableOf = Table<BITS, permuted(BITS)>;
     static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && !KEY_CODED && !VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
-    static constexpr int KEY_TABLE_BYTES = K::BITS && !KEY_CODED ? TableOf<KEY_BITS>::BYTES : 0;
+    static constexpr bool KEY_TABLE_ALONE = !BYTES && K::BITS && !KEY_CODED && VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED;  // it has the room of both
+    static constexpr int KEY_TABLE_BYTES = K::BITS && !KEY_CODED ? (KEY_TABLE_ALONE ? 2 : 1) * TableOf<KEY_BITS>::BYTES : 0;
     static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES && !VALUE_CODED ? TableOf<VALUE_BITS>::BYTES : 0;
-    using KeyTable = TablePlace<KEY_BITS, permuted(KEY_BITS), 0, TABLES_SHARE ? 256 : TableOf<KEY_BITS>::COPIES_BYTES>;
+    using KeyTable = TablePlace<KEY_BITS, permuted(KEY_BITS), 0, TABLES_SHARE || KEY_TABLE_ALONE ? 256 : TableOf<KEY_BITS>::COPIES_BYTES>;
     using ValueTable = TablePlace<VALUE_BITS, permuted(VALUE_BITS), TABLES_SHARE ? 128 : KEY_TABLE_BYTES, TABLES_SHARE ? 256 : TableOf<VALUE_BITS>::COPIES_BYTES>;
-    using KeyWords = typename Words<KEY_CODED, true, KEY_BITS, RUNS, KeyTable>::Type;
-    using ValueWords = typename Words<VALUE_CODED, false, VALUE_BITS, RUNS, ValueTable>::Type;
+    using KeyWords = typename Words<KEY_CODED, true, false, KEY_BITS, RUNS, KeyTable>::Type;
+    using KeyPlaces = CodePlaces<KEY_BITS, true>;  // of codes that are operands
+    using ValuePlaces = CodePlaces<VALUE_BITS, false>;
+    using ValueWords = typename Words<VALUE_CODED, false, V::MASKED != 0, VALUE_BITS, RUNS, ValueTable>::Type;
     // Of a side's tiles that are worked on together.
     template <int N>
     using KeyTiles = typename CodeWords<(K::BANDED > 0), false, KeyWords>::template Of<N>;

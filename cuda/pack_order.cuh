@@ -13,7 +13,8 @@ struct Number {
     int row, head, channel;  // of the slice
 };
 
-template <int D, int TOKENS, bool VALUES>
+// MASKED: their codes stand where masks take operands out of words.
+template <int D, int TOKENS, bool VALUES, bool MASKED>
 struct SliceOrder {
     static constexpr int STEPS = D / 16;                     // blocks of a tile
     static constexpr int PARTS = TOKENS == 8 ? 2 : 1;        // slices that share a tile
@@ -27,9 +28,10 @@ struct SliceOrder {
     static __device__ __forceinline__ constexpr int rows_on(int i) { return VALUES ? i / 4 % 2 * FAR + i % 2 : i / 2 % 2 * FAR; }
     static __device__ __forceinline__ constexpr int channels_on(int i) { return VALUES ? i / 8 * 16 + i / 2 % 2 * 8 : i / 4 % 2 * (D / 2) + i / 8 * 8 + i % 2; }
 
-    // Which code of its run number i of a run has: the order of a step's codes depends on their width.
+    // Which code of its run number i of a run has: the order of a step's codes depends on their width, and on how they are taken out of words.
     static __device__ __forceinline__ constexpr int code(int i, int bits) {
         const int half = i / 4 % 2, upper = i / 2 % 2, e = i % 2, rows = bits == 2 ? half * 4 + e * 2 + upper : upper * 4 + half * 2 + e;
+        if (MASKED) return bits == 2 ? i / 16 * 16 + e * 8 + half * 4 + i / 8 % 2 * 2 + upper : i / 8 * 8 + e * 4 + half * 2 + upper;
         return bits == 1 || bits == 8 ? i : i / 8 * 8 + rows;
     }
 

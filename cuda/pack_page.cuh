@@ -103,7 +103,7 @@ struct Shape {
     static constexpr bool SPANS = S::SCALES == Scales::TOKEN && S::SCALE_IN_RECORD != 0;  // one scale for all heads of a token
     static constexpr bool FUSED = BUNDLE && S::SCALES == Scales::CHANNEL_BUNDLE;  // codes do not depend on which numbers are outliers
     static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE && S::BANDED == 0;  // a channel's scale, zero point and bounds are read at once
-    using Order = SliceOrder<D, TOKENS, P::VALUES != 0>;
+    using Order = SliceOrder<D, TOKENS, P::VALUES != 0, S::MASKED != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
     static constexpr int ROW = D + 8;                    // numbers from one row of a slice to the next: other banks

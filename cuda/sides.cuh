@@ -14,6 +14,7 @@
 //   UNIT, ORIGIN    numbers of the codebook are ORIGIN and a whole number of UNITs, one byte; UNIT 0: they are not, or the model's
 //                   RoPE does not let pages go by bytes (runtime/units.py: fits_bytes)
 //   EVEN            1: numbers of the codebook, of 2 to 4 bits, are evenly spaced, its first two say how (then UNIT is 0)
+//   MASKED          1: their codes are those of values, and stand where masks take operands out of words (artifacts/order.py)
 //   SMOOTH          1: the model's RoPE and the codebooks let pages go by bytes (runtime/units.py: fits_bytes)
 //   HEAD_BYTES      of one head's page; RECORD_BYTES, SEGMENT_BYTES likewise
 //   CENTER, ROTATE  not 0 where pages hold (x - mean) P; 2: each head has a matrix of its own

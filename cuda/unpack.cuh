@@ -53,7 +53,7 @@ __device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cas
 template <class S, class P, bool VALUES>
 struct Unpacker {
     using Model = typename P::Model;
-    using Order = SliceOrder<P::D, TILE, VALUES>;
+    using Order = SliceOrder<P::D, TILE, VALUES, S::MASKED != 0>;
     static constexpr int T = S::T, D = P::D, H = P::H, THREADS = P::THREADS, WARPS = THREADS / 32;
     // Of an item: a power of two that divides the page's, at most a run of codes for each thread.
     static constexpr int chunk() {

@@ -187,7 +187,7 @@ struct Values {
                 }
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) softmax.out[u][0][e] = fmaf(softmax.out[u][0][e], e < 2 ? units : units / UPPER<L::VALUE_BITS>, zero[e % 2]);
+            for (int e = 0; e < 4; ++e) softmax.out[u][0][e] = fmaf(softmax.out[u][0][e], units / L::ValuePlaces::counts(u, e / 2), zero[e % 2]);
         }
     }
 

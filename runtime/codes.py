@@ -26,17 +26,20 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return runs.flatten(-2)
 
 
-def pack_page(codes: Tensor, shape: PageShape, bits: int) -> Tensor:
-    """Packs integer codes [..., t, d] of pages into int32 words [..., t / 16, d / 2 * bits] in the page's order."""
-    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side, bits)).to(codes.device)
+def pack_page(codes: Tensor, shape: PageShape, bits: int, masked: bool) -> Tensor:
+    """Packs integer codes [..., t, d] of pages into int32 words [..., t / 16, d / 2 * bits] in the page's order.
+
+    masked: `Format.masked`.
+    """
+    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side, bits, masked)).to(codes.device)
     words = pack(codes.flatten(-2)[..., order].unflatten(-1, (shape.t // TILE, -1)), bits).flatten(-2)
     return words[..., torch.from_numpy(word_order(shape.d, bits)).to(codes.device)]
 
 
-def unpack_page(words: Tensor, shape: PageShape, bits: int) -> Tensor:
+def unpack_page(words: Tensor, shape: PageShape, bits: int, masked: bool) -> Tensor:
     """Inverse of `pack_page`: int64 codes [..., t, d]."""
     places = torch.from_numpy(word_order(shape.d, bits)).to(words.device)
     lanes = torch.empty_like(words).index_copy_(-1, places, words)
     ordered = unpack(lanes.unflatten(-1, (-1, bits)), bits).flatten(-2)
-    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side, bits)).to(words.device)
+    order = torch.from_numpy(code_order(shape.t, shape.d, shape.side, bits, masked)).to(words.device)
     return torch.empty_like(ordered).index_copy_(-1, order, ordered).unflatten(-1, (shape.t, shape.d))

@@ -112,7 +112,8 @@ class Pages(NamedTuple):
         banded = pool.geometry.format.banded
         from_bundle = banded is not None or (part is not None and part.scales == "bundle")
         values = codebook(part, shape.d, tables, torch.device("cpu")).numpy() if part else _NO_TABLE[0:0].reshape(0)
-        words, lanes, places = _places(part, shape) if part else (_NO_PLACES, _NO_PLACES, _NO_PLACES)
+        masked = pool.geometry.format.masked
+        words, lanes, places = _places(part, shape, masked) if part else (_NO_PLACES, _NO_PLACES, _NO_PLACES)
         band_lanes, band_places = _band_places(shape) if banded else (_NO_PLACES, _NO_PLACES.reshape(1, -1))
 
         def offset(name: str) -> int:
@@ -155,9 +156,11 @@ class Pages(NamedTuple):
         )
 
 
-def _places(part: Dense, shape: PageShape) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """words, lanes and places of `Pages`."""
-    order = code_order(TILE, shape.d, shape.side, part.bits).reshape(LANES // 2, shape.d)
+def _places(
+    part: Dense, shape: PageShape, masked: bool
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
+    """words, lanes and places of `Pages`. masked: of the format."""
+    order = code_order(TILE, shape.d, shape.side, part.bits, masked).reshape(LANES // 2, shape.d)
     words = np.argsort(word_order(shape.d, part.bits))
     return words.astype(np.uint32), order[:, 0].astype(np.uint32), (order[0] - order[0, 0]).astype(np.uint32)
 

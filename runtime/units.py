@@ -97,6 +97,7 @@ def side_struct(name: str, geometry: PageGeometry, rope: Rope | None, by_bytes: 
         "SINKS": fmt.window.sinks,
         "RECENT": fmt.window.recent,
         "EVEN": int(evenly_spaced(fmt)),
+        "MASKED": int(fmt.masked and shape.side == "value"),
         "SMOOTH": int(by_bytes),
         "ROPE_DIM": rope.dim if rope and rotated else 0,
         "INTERLEAVED": int(rope is not None and rotated and rope.layout == "interleaved"),
@@ -125,9 +126,8 @@ def byte_grid(fmt: Format) -> tuple[float, float]:
 
 
 def evenly_spaced(fmt: Format) -> bool:
-    """Whether the numbers of the codebook are evenly spaced, of codes that bytes hold."""
-    part = fmt.dense
-    return part is not None and 2 <= part.bits <= 4 and part.codebook in ("uniform", "uniform-fit")
+    """Whether the format has codes whose numbers are evenly spaced (`Dense.evenly_spaced`)."""
+    return fmt.dense is not None and fmt.dense.evenly_spaced
 
 
 def spread(part: Dense | None) -> float:

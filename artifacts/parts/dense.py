@@ -94,6 +94,11 @@ class Dense:
         """Whether one scale belongs to all kv heads of a token."""
         return self.axis == "token" and not self.group
 
+    @property
+    def evenly_spaced(self) -> bool:
+        """Whether the numbers of the codebook are evenly spaced, of codes of 2 to 4 bits."""
+        return 2 <= self.bits <= 4 and self.codebook in ("uniform", "uniform-fit")
+
     def scale_shape(self, shape: PageShape) -> tuple[int, int, int]:
         """Scales per page over (tokens, kv heads, channels): 1 where they are shared along an axis."""
         if self.axis == "head":

@@ -56,13 +56,17 @@ def encode(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Encodes pages x, float32 [p, t, h_kv, d]. Numbers in `outliers` (bool, same shape, or None) do not widen ranges.
 
+    Formats with outliers give a mask of them, and all others None.
+
     Returns the page's fields, each [p, (h_kv,) *field shape], and the decoded numbers.
     Raises FormatError if an online scale or zero point exceeds float16.
     """
     scale, zero = _ranges(part, shape, x, outliers, tables)
     values = codebook(part, shape.d, tables, x.device)
     chosen = torch.bucketize(_normalized(x, scale, zero, shape), edges(part, values, tables))
-    fields = {"codes": codes.pack_page(chosen.transpose(1, 2), shape, part.bits)}
+    fields = {
+        "codes": codes.pack_page(chosen.transpose(1, 2), shape, part.bits, part.evenly_spaced and outliers is None)
+    }
     if part.scales == "online":
         fields["scale"] = _stored(part, shape, scale)
         if part.normalize == "range":
@@ -80,7 +84,8 @@ def normalize(
 
 def decode(part: Dense, shape: PageShape, fields: dict[str, Tensor], tables: dict[str, Tensor]) -> Tensor:
     """Numbers float32 [p, t, h_kv, d] from the page's fields."""
-    chosen = codes.unpack_page(fields["codes"], shape, part.bits).transpose(1, 2)
+    masked = part.evenly_spaced and "correction" not in fields  # Format.masked, as for `encode`
+    chosen = codes.unpack_page(fields["codes"], shape, part.bits, masked).transpose(1, 2)
     values = codebook(part, shape.d, tables, chosen.device)
     scale, zero = (_scales(part, shape, name, fields, tables) for name in ("scale", "zero"))
     return _spread(zero, shape) + _spread(scale, shape) * values[chosen]

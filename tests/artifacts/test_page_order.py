@@ -20,11 +20,11 @@ def registers(side, d):
 
 @SIDES
 @WIDTHS
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits, masked", [*((bits, False) for bits in BITS), (2, True), (3, True), (4, True)])
 @pytest.mark.parametrize("t", [16, 32, 48, 128])
-def test_codes(t, bits, d, side):
-    found = code_order(t, d, side, bits)
-    assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side, bits)
+def test_codes(t, bits, masked, d, side):
+    found = code_order(t, d, side, bits, masked)
+    assert [divmod(place, d) for place in found.tolist()] == oracle.codes(t, d, side, bits, masked)
     np.testing.assert_array_equal(np.sort(found), np.arange(t * d))
 
 
@@ -42,7 +42,7 @@ def test_fragments(t, d, side):
 @pytest.mark.parametrize("bits", BITS)
 def test_an_outliers_place_takes_shifts(d, side, bits):
     """Number 256 step + 8 lane + place of a tile is one of the codes number d / 2 lane + 8 step on."""
-    codes, number = code_order(TILE, d, side, bits).reshape(-1, 8), np.arange(TILE * d)
+    codes, number = code_order(TILE, d, side, bits, False).reshape(-1, 8), np.arange(TILE * d)
     step, lane = number >> 8, number >> 3 & 31
     assert (codes[d // 16 * lane + step] == fragment_order(TILE, d, side)[:, None]).any(1).all()
 
@@ -53,7 +53,7 @@ def test_a_few_instructions_take_four_codes_of_a_row(bits, side):
     """Each in a nibble of 16 bits, in the order of the row's columns: what a byte permutation looks up at once."""
     d = 128
     codes = np.random.default_rng(0).integers(0, 1 << bits, TILE * d)
-    words = pack(codes[code_order(TILE, d, side, bits)].astype(np.uint8), bits)
+    words = pack(codes[code_order(TILE, d, side, bits, False)].astype(np.uint8), bits)
     run = words[0]  # of lane 0: four steps
     for step, of_step in enumerate(registers(side, d)[0, :4]):
         if bits == 2:
@@ -64,6 +64,26 @@ def test_a_few_instructions_take_four_codes_of_a_row(bits, side):
             rows = [word & 0xFFFF, word >> 16]
         for upper, row in enumerate(rows):
             assert [row >> 4 * i & 15 for i in range(4)] == codes[of_step[upper::2]].reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_mask_takes_a_register_of_evenly_spaced_values(bits):
+    """The register's two codes, one in each half of a word; where they stand higher, they count more."""
+    d = 128
+    codes = np.random.default_rng(0).integers(0, 1 << bits, TILE * d)
+    run = pack(codes[code_order(TILE, d, "value", bits, True)].astype(np.uint8), bits)[0]  # of lane 0: four steps
+    mask = (1 << bits) - 1
+    for step, of_step in enumerate(registers("value", d)[0, :4]):
+        word = int(run[step // 2] if bits == 2 else run[min(step, bits - 1)])
+        if bits == 3 and step == 3:
+            word = int((run[0] >> 3 & 0x11111111) | (run[1] >> 2 & 0x22222222) | (run[2] >> 1 & 0x44444444))
+        for register, numbers in enumerate(of_step):
+            upper, later = register % 2, register // 2
+            place = 4 * (step % 2) + 2 * upper if bits == 2 else 4 * upper
+            taken = word >> 8 * later & (mask | mask << 16) << place
+            counts = 1 << place
+            assert [taken & 0xFFFF, taken >> 16] == [counts * int(codes[number]) for number in numbers]
+            assert counts * mask < 1 << 10  # a half too small to be normal
 
 
 @WIDTHS

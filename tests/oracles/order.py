@@ -25,14 +25,32 @@ def of_step(numbers: list[tuple[int, int]], bits: int) -> list[tuple[int, int]]:
     return a + b if bits in (3, 4) else numbers
 
 
+def of_masked_values(lane: int, d: int, bits: int) -> list[tuple[int, int]]:
+    """Token in the tile and channel of a lane's codes of values that masks take: a word's halves have neighbouring
+    tokens, their bytes tokens that are 8 apart."""
+    r, c = lane // 4, lane % 4
+    steps = 2 if bits == 2 else 1
+    return [
+        (8 * half + 2 * c + e, 16 * step + 8 * upper + r)
+        for first in range(0, d // 16, steps)
+        for e in (0, 1)
+        for half in (0, 1)
+        for step in range(first, first + steps)
+        for upper in (0, 1)
+    ]
+
+
 @cache
-def codes(t: int, d: int, side: str, bits: int) -> list[tuple[int, int]]:
+def codes(t: int, d: int, side: str, bits: int, masked: bool = False) -> list[tuple[int, int]]:
     """Token and channel of every code of a head's page, tile by tile and one lane after the other."""
     found = []
     for first in range(0, t, 16):
         for lane in range(32):
-            for step in range(d // 16):
-                found += [(first + token, channel) for token, channel in of_step(operand(lane, step, d, side), bits)]
+            if masked and side == "value":
+                of_lane = of_masked_values(lane, d, bits)
+            else:
+                of_lane = [x for step in range(d // 16) for x in of_step(operand(lane, step, d, side), bits)]
+            found += [(first + token, channel) for token, channel in of_lane]
     return found
 
 
@@ -74,10 +92,10 @@ def channels(d: int) -> list[int]:
     return found
 
 
-def of_tokens(ordered: NDArray[np.generic], t: int, d: int, side: str, bits: int) -> NDArray[np.generic]:
+def of_tokens(ordered: NDArray[np.generic], t: int, d: int, side: str, bits: int, masked: bool) -> NDArray[np.generic]:
     """Codes [..., t * d] in the order of `codes` as [..., t, d]."""
     out = np.empty((*ordered.shape[:-1], t, d), ordered.dtype)
-    for i, (token, channel) in enumerate(codes(t, d, side, bits)):
+    for i, (token, channel) in enumerate(codes(t, d, side, bits, masked)):
         out[..., token, channel] = ordered[..., i]
     return out
 

@@ -215,7 +215,7 @@ def test_constant_vectors(kind, number):
     fields, approximation, zero, scale = encode(Dense(3, *kind), x)
     assert (scale == 0).all()
     assert (approximation == zero).all()
-    assert (unpack_page(fields["codes"], SMALL, 3) == 3).all()  # of 0, midway between values 3 and 4
+    assert (unpack_page(fields["codes"], SMALL, 3, True) == 3).all()  # of 0, midway between values 3 and 4
     assert np.abs(approximation - x).max() <= rounding(number)
 
 

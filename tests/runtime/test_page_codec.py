@@ -67,7 +67,8 @@ def from_bytes(pool, page, tables):
         values = codebook(fmt.dense, shape.d, {}, torch.device("cpu")).numpy()
     words = order.of_lanes(field("codes"), shape.d, fmt.dense.bits)
     codes = unpack(words.reshape(shape.h_kv, -1, fmt.dense.bits), fmt.dense.bits)
-    numbers = values[order.of_tokens(codes, shape.t, shape.d, shape.side, fmt.dense.bits)]  # [h_kv, t, d]
+    even = fmt.dense.codebook in ("uniform", "uniform-fit") and fmt.dense.bits in (2, 3, 4) and fmt.sparse is None
+    numbers = values[order.of_tokens(codes, shape.t, shape.d, shape.side, fmt.dense.bits, even)]  # [h_kv, t, d]
     if fmt.dense.scales == "bundle":
         scale, zero = (tables[name][:, None] for name in ("scale", "zero"))
     else:

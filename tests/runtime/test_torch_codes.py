@@ -24,16 +24,16 @@ def test_words_are_the_reference_and_unpack_inverts(bits, rows, runs, seed):
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits, masked", [*((bits, False) for bits in BITS), (2, True), (3, True), (4, True)])
 @pytest.mark.parametrize("t, d", [(16, 32), (32, 64), (48, 96), (64, 128), (16, 256)])
-def test_pages(t, d, bits, side):
+def test_pages(t, d, bits, masked, side):
     """Lane by lane and run by run after the oracles, then the words where lanes load them from."""
     shape = PageShape(t, 2, d, side)
     codes = np.random.default_rng(0).integers(0, 1 << bits, (3, 2, t, d))
-    words = pack_page(torch.from_numpy(codes), shape, bits)
+    words = pack_page(torch.from_numpy(codes), shape, bits, masked)
     assert words.dtype == torch.int32
     assert words.shape == (3, 2, t // 16, d * bits // 2)
-    ordered = [int(codes[2, 1, token, channel]) for token, channel in order.codes(t, d, side, bits)]
+    ordered = [int(codes[2, 1, token, channel]) for token, channel in order.codes(t, d, side, bits, masked)]
     lanes = np.array([pack_run(ordered[i : i + RUN], bits) for i in range(0, t * d, RUN)]).reshape(t // 16, -1)
     np.testing.assert_array_equal(words[2, 1].numpy().view(np.uint32), lanes[:, order.words(d, bits)])
-    np.testing.assert_array_equal(unpack_page(words, shape, bits).numpy(), codes)
+    np.testing.assert_array_equal(unpack_page(words, shape, bits, masked).numpy(), codes)
