@@ -6,7 +6,7 @@
 // used, every lane puts zeros where it put corrections.
 //
 // Lists are read from memory while the batch before is at work, AHEAD rounds of an outlier a lane; the rare longer ones are read when needed.
-// What is the same for all tiles of a batch has no branches, so that one tile's instructions hide the other's latencies.
+// Each tile of a batch has lanes of its own, so that a lane looks at one list, and tiles have no branches of their own.
 #pragma once
 
 #include "layout.cuh"
@@ -16,21 +16,23 @@ namespace signpost {
 template <typename C>
 struct Outliers {
     using L = Layout<C>;
-    static constexpr int D = L::D, BATCH = L::BATCH, AHEAD = 2;
+    static constexpr int D = L::D, BATCH = L::BATCH, LANES = 32 / BATCH;  // of a tile
+    static constexpr int OFTEN = BATCH > 1 ? 2 : 1, AHEAD = OFTEN + 1;    // rounds: most lists need no more than OFTEN
     static constexpr bool THERE = L::KEY_OUTLIERS || L::VALUE_OUTLIERS;
 
     const Place<C>& at;
     // Of the batch that comes next: the lane's outliers, or NONE, as they come from memory; nobody waits for them before they are put. Of the one at
     // work: where they are, in bytes from the start of shared memory, or 0.
     static constexpr unsigned NONE = 1u << 31;
-    unsigned index[THERE ? BATCH : 1][AHEAD], place[THERE ? BATCH : 1][AHEAD];
-    unsigned short correction[THERE ? BATCH : 1][AHEAD];
-    int longest;  // of the lists of the batch that comes next
+    unsigned index[AHEAD], place[AHEAD];
+    unsigned short correction[AHEAD];
+    int count;    // of the list of the lane's tile of the batch that comes next
     bool longer;  // whether some of the one at work are not among them
 
     __device__ __forceinline__ explicit Outliers(const Place<C>& p) : at(p), correction{} {}
 
     __device__ __forceinline__ int tile(int i) const { return L::CORRECTIONS + (at.warp * BATCH + i) * L::CORRECTION_BYTES; }
+    __device__ __forceinline__ int own() const { return at.lane / LANES; }  // the lane's tile
 
     // Once a block; a barrier follows.
     __device__ __forceinline__ void prepare() const {
@@ -42,19 +44,16 @@ struct Outliers {
     // Asks for the lists of the batch that comes next: of its `live` tiles, whose directories follow each other.
     template <typename S>
     __device__ __forceinline__ void ask(const unsigned char* directories, int live) {
-        longest = 0;
+        const TileList<S> list(directories + own() * Directory::BYTES, own() < live);
+        const int slot = at.lane % LANES;
+        const unsigned mine = list.start + slot;
+        const unsigned char* const indices = beyond(list.record, mine, 1);
+        const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(beyond(list.record, mine, 2));
+        count = list.count;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const TileList<S> list(directories + i * Directory::BYTES, i < live);
-            const unsigned mine = list.start + at.lane;
-            const unsigned char* const indices = beyond(list.record, mine, 1);
-            const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(beyond(list.record, mine, 2));
-            longest = max(longest, list.count);
-#pragma unroll
-            for (int k = 0; k < AHEAD; ++k) {
-                index[i][k] = NONE;  // a correction that is there stays: nobody puts it anywhere
-                if (at.lane + 32 * k < list.count) index[i][k] = load_global8(indices + (S::INDEX + 32 * k)), correction[i][k] = load_global16(corrections + (S::CORRECTION / 2 + 32 * k));
-            }
+        for (int k = 0; k < AHEAD; ++k) {
+            index[k] = NONE;  // a correction that is there stays: nobody puts it anywhere
+            if (slot + LANES * k < count) index[k] = load_global8(indices + (S::INDEX + LANES * k)), correction[k] = load_global16(corrections + (S::CORRECTION / 2 + LANES * k));
         }
     }
 
@@ -62,21 +61,10 @@ struct Outliers {
     // that until all is done. All lanes.
     template <typename S, typename F, typename G>
     __device__ __forceinline__ void put(const unsigned char* directories, int live, F&& scaled, G&& ask_more) {
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) place[i][k] = 0u;
-        }
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            if (k > 0 && longest <= 32 * k) break;  // the same for all lanes
-            __half x[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) x[i] = scaled(__ushort_as_half(correction[i][k]), index[i][k], block_of<D>(correction[i][k]));
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) place[i][k] = put_one(i, index[i][k], block_of<D>(correction[i][k]), x[i]);
-        }
-        longer = longest > 32 * AHEAD;
+        put_rounds<0, OFTEN>(scaled);
+        place[OFTEN] = 0u;
+        if (__any_sync(~0u, index[OFTEN] != NONE)) put_rounds<OFTEN, AHEAD>(scaled);
+        longer = __any_sync(~0u, count > LANES * AHEAD);
         if (longer) {
 #pragma unroll 1
             for (int i = 0; i < min(live, BATCH); ++i) {
@@ -84,21 +72,29 @@ struct Outliers {
                 const unsigned char* const indices = list.record + (S::INDEX + list.start);
                 const unsigned short* const corrections = reinterpret_cast<const unsigned short*>(list.record + S::CORRECTION) + list.start;
 #pragma unroll 1
-                for (int e = at.lane + 32 * AHEAD; e < list.count; e += 32) {
+                for (int e = at.lane + LANES * AHEAD; e < list.count; e += 32) {
                     const unsigned block = block_of<D>(corrections[e]);
-                    put_one(i, indices[e], block, scaled(__ushort_as_half(corrections[e]), indices[e], block));
+                    put_one(tile(i), indices[e], block, scaled(__ushort_as_half(corrections[e]), indices[e], block));
                 }
             }
         }
         ask_more();
         __syncwarp();
     }
-    // Where it is, or 0: there is none, or it belongs to another part's steps.
-    __device__ __forceinline__ unsigned put_one(int i, unsigned which, unsigned block, __half x) const {
-        const unsigned to = tile(i) - at.part * L::CORRECTION_BYTES + block * 512 + which * 2;
+    template <int FROM, int TO, typename F>
+    __device__ __forceinline__ void put_rounds(F&& scaled) {
+        __half x[TO - FROM];
+#pragma unroll
+        for (int k = FROM; k < TO; ++k) x[k - FROM] = scaled(__ushort_as_half(correction[k]), index[k], block_of<D>(correction[k]));
+#pragma unroll
+        for (int k = FROM; k < TO; ++k) place[k] = put_one(tile(own()), index[k], block_of<D>(correction[k]), x[k - FROM]);
+    }
+    // Where it is, or 0: there is none, or it belongs to another part's steps. to: the tile.
+    __device__ __forceinline__ unsigned put_one(int to, unsigned which, unsigned block, __half x) const {
+        const unsigned there = to - at.part * L::CORRECTION_BYTES + block * 512 + which * 2;
         if (which == NONE || (L::PARTS > 1 && static_cast<int>(block) / L::SHARE != at.part)) return 0u;
-        *reinterpret_cast<__half*>(at.shared + to) = x;
-        return to;
+        *reinterpret_cast<__half*>(at.shared + there) = x;
+        return there;
     }
 
     // What a lane's numbers of step S of tile i lack.
@@ -114,11 +110,8 @@ struct Outliers {
             for (int x = 0; x < BATCH * L::SHARE; ++x) *reinterpret_cast<uint4*>(at.shared + tile(0) + x * 512 + at.lane * 16) = make_uint4(0u, 0u, 0u, 0u);
         } else {
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-#pragma unroll
-                for (int k = 0; k < AHEAD; ++k) {
-                    if (place[i][k]) *reinterpret_cast<__half*>(at.shared + place[i][k]) = __half(0.f);
-                }
+            for (int k = 0; k < AHEAD; ++k) {
+                if (place[k]) *reinterpret_cast<__half*>(at.shared + place[k]) = __half(0.f);
             }
         }
     }
