@@ -49,6 +49,23 @@ def test_scales_that_all_pages_share(bits, d):
     check(case(of_all_pages(bits), 8, d=d), [1, 400, 66])
 
 
+@pytest.mark.parametrize("g, how", [(4, ONE_BLOCK), (4, Sharing(1, alone=True)), (12, ONE_BLOCK)], ids=str)
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_beside_turned_keys(bits, group, g, how, monkeypatch):
+    """Keys are looked up, values are not, but with twelve query rows, for which their codes change places."""
+    monkeypatch.setattr(Emulated, "how", how)
+    window = Window(sinks=1)
+    key = Format(64, Dense(3, "channel", codebook="nuq", scales="bundle"), None, window, "pre_rope")
+    value = Format(64, Dense(bits, "token", group), None, window)
+    check(case(LayerFormat(key, value), 2 * g), [1, 66, 330])
+
+
+def test_three_bits_change_places():
+    """Those of a run's last step lie between the others'."""
+    check(case(kivi(3), 24), [1, 66, 330])
+
+
 @pytest.mark.parametrize("sides", [("key", "value"), ("key",), ("value",)], ids="-".join)
 def test_with_outliers_they_are_looked_up(sides):
     """Keys that are not turned; the other side is codes."""
