@@ -69,7 +69,7 @@ class Format:
     @property
     def masked(self) -> bool:
         """Whether codes of values become operands by masks, for which pages have them in an order of their own
-        (`artifacts.order`): their numbers are evenly spaced, and no outliers are added to them."""
+        (`artifacts.order`): their numbers are evenly spaced, and no outliers are added to them. Keys have one order."""
         return self.dense is not None and self.dense.evenly_spaced and self.sparse is None
 
     @property

@@ -168,7 +168,8 @@ struct Layout {
     template <int BITS>
     using TableOf = Table<BITS, permuted(BITS)>;
     static constexpr bool TABLES_SHARE = !BYTES && K::BITS && V::BITS && !KEY_CODED && !VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
-    static constexpr bool KEY_TABLE_ALONE = !BYTES && K::BITS && !KEY_CODED && VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED;  // it has the room of both
+    // Turned keys' table has the room of both where values would have one, too, if they were not coded; elsewhere that is for the ring.
+    static constexpr bool KEY_TABLE_ALONE = !BYTES && ROPE && K::BITS && VALUE_CODED && TableOf<KEY_BITS>::BYTES_ALIGNED && TableOf<VALUE_BITS>::BYTES_ALIGNED;
     static constexpr int KEY_TABLE_BYTES = K::BITS && !KEY_CODED ? (KEY_TABLE_ALONE ? 2 : 1) * TableOf<KEY_BITS>::BYTES : 0;
     static constexpr int VALUE_TABLE_BYTES = V::BITS && !BYTES && !VALUE_CODED ? TableOf<VALUE_BITS>::BYTES : 0;
     using KeyTable = TablePlace<KEY_BITS, permuted(KEY_BITS), 0, TABLES_SHARE || KEY_TABLE_ALONE ? 256 : TableOf<KEY_BITS>::COPIES_BYTES>;

@@ -50,7 +50,7 @@ struct TilePages {
     Outliers<C>& outliers;
     Exact<C>& exact;
 
-    // A stretch of units from ... to - 1 of one head, of which the warp takes `count` from `first` on, and their way to its ring. KP, VP say which
+    // A stretch of units from ... to - 1 of one head, of which the warp takes `count` from `first` on, their way to its ring, and what turns the query. KP, VP say which
     // sides are packed.
     //
     // A slot of the ring is filled again as soon as its tile has been used. Copies are groups, one a batch, in the order of their use,
