@@ -266,8 +266,8 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
 
 // Warps that say that they have come and wait for each other some time later: 8 bytes of shared memory at `at`. Who makes it: one thread, a barrier follows.
 __device__ __forceinline__ void make_meeting(unsigned at, int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(32 * warps) : "memory"); }
-// All lanes of a warp: what they wrote before, others see who have waited. Each lane arrives for itself: it takes no longer than one lane for all (measured), and compute-sanitizer sees
-// only what the one that arrives has written.
+// All lanes of a warp: what they wrote before, others see who have waited. Each lane arrives for itself: it takes no longer than one lane for all (measured), for which compute-sanitizer
+// reports races (docs/kernels.md).
 __device__ __forceinline__ void arrive(unsigned at) {
     __syncwarp();  // together
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at) : "memory");
