@@ -17,7 +17,7 @@ from benchmarks.decode_attention import FORMATS, MODELS, WAYS, D
 from runtime import jit
 from runtime.units import Sharing, attend_unit
 
-BOUNDS, WIDE = "__launch_bounds__(Plan::THREADS, Plan::BLOCKS)\nattend", "__launch_bounds__(256, 1)\nattend"
+BOUNDS, WIDE = "__maxnreg__(Plan::REGISTERS)\nattend", "__maxnreg__(255)\nattend"
 MOST_BYTE_ROWS = 2  # query rows a kv head that go by bytes
 
 

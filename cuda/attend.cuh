@@ -145,6 +145,7 @@ struct Attend {
             byte_pages.keys.fold();
             feed.start();
             query.load();
+            release_early();
             softmax.reset();
             ParkedTask there(at, parked() + ParkedWalk::BYTES);
             byte_pages.run(feed, softmax);
@@ -160,6 +161,7 @@ struct Attend {
             flow.await_earlier();  // before the barrier that ends what follows
             if constexpr (L::PROJECTED) await_predecessor();
             query.load();
+            release_early();
             softmax.reset();
             ParkedTask there(at, parked() + ParkedWalk::BYTES);
             tiles.pages(flow);
@@ -171,8 +173,8 @@ struct Attend {
         if constexpr (!L::APART) {
             if (at.ends) exact_rest();
         }
-        // The merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
-        if (at.final) release_successor();
+        // If it has no room beside blocks, the merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
+        if (at.final && !L::BESIDE) release_successor();
         softmax.store(blockIdx.x + pair());
         if constexpr (L::APART) {
             if (at.ends) {
@@ -184,6 +186,15 @@ struct Attend {
         }
     }
     __device__ __forceinline__ int pair() const { return at.sequence * at.params.h_kv + at.head; }
+
+    // Where there is room beside all blocks, the merge comes to wait there while they work on their last stretches. What it lets begin before it has ended relies on all that was before this
+    // kernel, which therefore has been awaited.
+    __device__ __forceinline__ void release_early() const {
+        if (L::BESIDE && at.final) {
+            await_predecessor();
+            release_successor();
+        }
+    }
 
     // Before newest tokens are read and anything is written: the kernel before may have to do with both.
     __device__ __forceinline__ void open_result() const {

@@ -36,8 +36,10 @@ struct Limits {
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Whether a warp can have sequences of its own.
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
+    // Whether a block may leave shared memory for one of the merge beside it (Layout::BESIDE).
+    static constexpr bool LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && Shape::BLOCKS == 1 && !Shape::ALONE && !V::ROTATE;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
-    static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
+    static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - (LEAVES_ROOM ? 2048 : 1024), BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
 // What all warps of a block read of the line (line.cuh): lengths and first positions of 32 sequences; where heads are weighed, what a unit of all heads
@@ -108,6 +110,10 @@ struct Layout {
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
     static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
+    // Whether a block of the merge (merge.cuh) waits beside a block until that is done: it has a warp or two in each of a multiprocessor's four parts, with so many registers a thread. What that leaves to eight
+    // warps makes them slower, by less than a short step gains.
+    static constexpr bool BESIDE = Limits<C>::LEAVES_ROOM && (C::SHORT || WARPS != 8);
+    static constexpr int MERGE_REGISTERS = 32;
     static constexpr bool DIRECT = BYTES && ALONE && !APART && !K::SPARSE && !V::SPARSE;  // who has all of a sequence's head leaves what it comes to, and the merge nothing to add up (elsewhere it takes longer)
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
     static constexpr bool EXACT_LATE = ALONE && !KEYS_BEHIND && !VALUES_BEHIND;  // the query meets exact tokens when no page is in the warp's ring any more, and lies there (by bytes where cuda/exact_alone.cuh says)
@@ -457,6 +463,12 @@ constexpr int rows_that_fit() {
     else return rows_that_fit<Shape, (ROWS + 1) / 2>();
 }
 
+// Registers of a thread, where a multiprocessor has so many warps of them, dealt out among its four parts, each of which leaves some registers to others.
+constexpr int registers_of(int warps, int left) {
+    const int most = (16384 - left) / (32 * ((warps + 3) / 4)) / 8 * 8;
+    return most < 255 ? most : 255;
+}
+
 // Warps are alone if the shape asks for it and that fits; else as many blocks share a multiprocessor as it asks for, if they fit with all rows, or one.
 template <typename Shape, bool ALONE = Shape::ALONE && AloneChoices::FITS<Fitted<Shape, Shape::ROWS, 1, true>>>
 struct Plan {
@@ -466,6 +478,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static constexpr int REGISTERS = registers_of(THREADS / 32 * BLOCKS, Layout<Config>::BESIDE ? (Shared::D + 127) / 128 * 32 * Layout<Config>::MERGE_REGISTERS : 0);
     static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
@@ -476,7 +489,7 @@ struct Plan<Shape, true> {
     using Shared = Fitted<Shape, ROWS, 1, true>;
     using Config = typename AloneChoices::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = WARPS;
-    static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
+    static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED, REGISTERS = registers_of(WARPS, 0);
     static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");
 };

@@ -37,7 +37,7 @@ struct Merge {
     using Tile = Pieces<D, pieces_of<typename C::Model>()>;
     // Sequences of a block: it reads P inverted once; or a warp looks at so many, most of which have nothing to add up.
     static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : L::DIRECT ? 32 * SEQUENCES : SEQUENCES;
-    static constexpr int BLOCKS = !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
+    static constexpr int BLOCKS = L::BESIDE ? 65536 / L::MERGE_REGISTERS / THREADS : !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
     // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.
     static constexpr int ROW = D + 4, TURNED = Tile::BYTES / 4, STATES = TURNED + SEQUENCES * ROW;
     static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : (1 + PARTS) * D;
@@ -51,52 +51,68 @@ struct Merge {
     // ---- one sequence ----
 
     static __device__ __forceinline__ void run_one(const MergeParams& params, float* shared) {
-        const int pair = blockIdx.x, sequence = pair / params.h_kv, head = pair % params.h_kv, row = blockIdx.y;
+        const int pair = blockIdx.x, row = blockIdx.y;
         if (row >= params.g * params.m) return;
         float4 matrix[AHEAD][EACH];
         if constexpr (V::ROTATE) {
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) rows_of(params, head, i, matrix[i]);
+            for (int i = 0; i < AHEAD; ++i) rows_of(params, pair % params.h_kv, i, matrix[i]);
         }
+        // What comes next reads nothing before it waits that attend writes, and attend has awaited what was before it.
+        if constexpr (L::BESIDE) release_successor();
         await_predecessor();
-        release_successor();
-        const int first = params.ranges[2 * pair], last = params.ranges[2 * pair + 1];
-        const float* partial = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
-        const float* apart = partial + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * (ROWS * STRIDE);
-        partial += static_cast<long long>(pair) * (ROWS * STRIDE);
+        if constexpr (!L::BESIDE) release_successor();
+        constexpr int RESULT = ROWS * STRIDE;
+        const float* const of_row = params.partial + (static_cast<long long>(row / ROWS) * (params.grid + 2 * params.b * params.h_kv) * ROWS + row % ROWS) * STRIDE;
+        const float* const apart = of_row + static_cast<long long>(params.grid + params.b * params.h_kv + pair) * RESULT;
+        const int2 range = reinterpret_cast<const int2*>(params.ranges)[pair];  // of the blocks that have a result
+        const int count = range.y - range.x + 1;
+        const float* const results = of_row + static_cast<long long>(pair + range.x) * RESULT;
         // Every warp weighs the blocks' results for itself, 32 at once, one a lane; a thread adds up one channel of all.
+        const float* const mine = results + threadIdx.x;
         const int lane = threadIdx.x % 32;
-        auto state = [&](int block) { return block <= last ? make_float2(partial[block * (ROWS * STRIDE) + D], partial[block * (ROWS * STRIDE) + D + 1]) : make_float2(minus_infinity(), 0.f); };
-        float2 result = state(first + lane);  // (maximum, sum)
-        float few[FEW];                       // of the first blocks: asked for before what weighs them is known
+        auto state = [&](int i) { return i < count ? make_float2(results[i * RESULT + D], results[i * RESULT + D + 1]) : make_float2(minus_infinity(), 0.f); };
+        float2 result = state(lane);  // (maximum, sum)
+        float few[FEW];               // of the first blocks: asked for before what weighs them is known
 #pragma unroll
-        for (int i = 0; i < FEW; ++i) few[i] = partial[min(first + i, last) * (ROWS * STRIDE) + threadIdx.x];
+        for (int i = 0; i < FEW; ++i) few[i] = i < count ? mine[i * RESULT] : 0.f;
         float top = fmaxf(result.x, L::APART ? apart[D] : minus_infinity());
-        for (int block = first + 32 + lane; block <= last; block += 32) top = fmaxf(top, state(block).x);
+#pragma unroll 1
+        for (int i = 32 + lane; i < count; i += 32) top = fmaxf(top, state(i).x);
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-        float x = 0.f, sum = 0.f;
-        for (int begin = first; begin <= last; begin += 32) {
-            if (begin > first) result = state(begin + lane);
-            const float weight = result.x == minus_infinity() ? 0.f : exp2_fast(result.x - top);
-            sum += weight * result.y;
-            if (begin == first) {
+        float weight = weight_of(result.x, top), sum = weight * result.y, x = 0.f;
 #pragma unroll
-                for (int i = 0; i < FEW; ++i) x += __shfl_sync(~0u, weight, i) * few[i];
-            }
+        for (int i = 0; i < FEW; ++i) x += __shfl_sync(~0u, weight, i) * few[i];
+        auto add = [&](int begin, int from) {
 #pragma unroll 8
-            for (int i = begin == first ? FEW : 0; i < min(32, last - begin + 1); ++i) x += __shfl_sync(~0u, weight, i) * partial[(begin + i) * (ROWS * STRIDE) + threadIdx.x];
+            for (int i = from; i < min(32, count - begin); ++i) x += __shfl_sync(~0u, weight, i) * mine[(begin + i) * RESULT];
+        };
+        add(0, FEW);
+#pragma unroll 1
+        for (int begin = 32; begin < count; begin += 32) {
+            result = state(begin + lane);
+            weight = weight_of(result.x, top), sum += weight * result.y;
+            add(begin, 0);
         }
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+        const int of = rolled(blockIdx.x), sequence = of / params.h_kv, head = of - sequence * params.h_kv;  // counted when they are needed
         if constexpr (L::APART) {
-            x = restored(params, shared, x, sum, head, matrix);
+            if constexpr (V::ROTATE) x = rotated(params, shared, x, head, matrix);
+            if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
             const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
             x += weight * apart[threadIdx.x];
             sum += weight * apart[D + 1];
         }
         const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
-        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
+        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x * inverse(sum));
+    }
+    static __device__ __forceinline__ float weight_of(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
+    // Of a sum, which is neither huge nor next to nothing; a division would take the registers of a call.
+    static __device__ __forceinline__ float inverse(float sum) {
+        const float near = reciprocal_fast(sum);
+        return fmaf(near, fmaf(-sum, near, 1.f), near);
     }
 
     // Of P inverted, the lane's pieces of step i's row.
@@ -107,33 +123,30 @@ struct Merge {
     }
     static __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 32 + i * ROWS_AT_ONCE + threadIdx.x % 32 / LANES; }
 
-    // Pages hold (value - mean) P: times P inverted, plus the mean as often as was added.
-    static __device__ float restored(const MergeParams& params, float* shared, float x, float sum, int head, const float4 (&ahead)[AHEAD][EACH]) {
-        if constexpr (V::ROTATE) {
-            shared[threadIdx.x] = x;
-            __syncthreads();
-            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
-            float4 sum4[EACH] = {};
+    // Pages hold (value - mean) P: a channel of it times P inverted.
+    static __device__ float rotated(const MergeParams& params, float* shared, float x, int head, const float4 (&ahead)[AHEAD][EACH]) {
+        shared[threadIdx.x] = x;
+        __syncthreads();
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / LANES;
+        float4 sum4[EACH] = {};
 #pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                float4 later[EACH];
-                if (i >= AHEAD) rows_of(params, head, i, later);
-                const float y = shared[row_of(i)];
+        for (int i = 0; i < STEPS; ++i) {
+            float4 later[EACH];
+            if (i >= AHEAD) rows_of(params, head, i, later);
+            const float y = shared[row_of(i)];
 #pragma unroll
-                for (int k = 0; k < EACH; ++k) {
-                    const float4 p = i < AHEAD ? ahead[i][k] : later[k];
-                    sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
-                }
+            for (int k = 0; k < EACH; ++k) {
+                const float4 p = i < AHEAD ? ahead[i][k] : later[k];
+                sum4[k].x += y * p.x, sum4[k].y += y * p.y, sum4[k].z += y * p.z, sum4[k].w += y * p.w;
             }
-            float4* const parts = reinterpret_cast<float4*>(shared + D);
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * QUARTERS + k * LANES + lane % LANES] = sum4[k];
-            __syncthreads();
-            x = 0.f;
-#pragma unroll
-            for (int i = 0; i < PARTS; ++i) x += shared[(1 + i) * D + threadIdx.x];
         }
-        if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
+        float4* const parts = reinterpret_cast<float4*>(shared + D);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) parts[(warp * ROWS_AT_ONCE + part) * QUARTERS + k * LANES + lane % LANES] = sum4[k];
+        __syncthreads();
+        x = 0.f;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) x += shared[(1 + i) * D + threadIdx.x];
         return x;
     }
 

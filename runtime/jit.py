@@ -73,13 +73,15 @@ class Unit:
     """A generated translation unit.
 
     name: for messages, unique within a process. source: CUDA C++. entries: its `extern "C" __global__` functions.
-    integers: its `extern "C" __device__` ints, which a loaded module has the values of.
+    integers: its `extern "C" __device__` ints, which a loaded module has the values of. beside: whether its kernels run
+    beside others on a multiprocessor, which has as much shared memory for one as for the other: all there is.
     """
 
     name: str
     source: str
     entries: tuple[str, ...]
     integers: tuple[str, ...] = ()
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -556,6 +558,9 @@ def _load(unit: Unit, cubin: bytes, index: int) -> Module:
             ask("cuFuncLoad", function)
             dynamic = room - ask("cuFuncGetAttribute", of_function.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
             ask("cuFuncSetAttribute", function, of_function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
+            if unit.beside:  # with another share of the L1 cache a kernel waits until a multiprocessor is idle
+                share = of_function.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                ask("cuFuncSetAttribute", function, share, 100)
             no_first, _, size = driver.cuFuncGetParamInfo(function, 0)
             if no_first or not driver.cuFuncGetParamInfo(function, 1)[0]:
                 raise KernelError(

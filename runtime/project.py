@@ -57,7 +57,7 @@ extern "C" __device__ int project_slices = Work::SLICES;
 extern "C" __global__ void __launch_bounds__(Work::THREADS)
 project(const __grid_constant__ Layers layers) {{ Work(layers, signpost::shared_memory()).run(); }}
 """
-    return Unit("project", source, ("project",), INTEGERS)
+    return Unit("project", source, ("project",), INTEGERS, beside=True)
 
 
 def units(bundle: Bundle, dtypes: Iterable[torch.dtype] = (torch.float16, torch.bfloat16)) -> list[Unit]:

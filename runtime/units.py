@@ -25,6 +25,7 @@ from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
 SEVERAL, MANY, MANY_BY_TILES = 2, 7, 12  # sequences' kv heads a multiprocessor
+LITTLE = 2048  # tokens of all sequences' kv heads, for a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
 WRITE_THREADS = 512
@@ -190,10 +191,12 @@ def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) ->
 
 class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
-    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block."""
+    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; short: kernels of eight warps leave
+    room for the next kernel beside them (`Layout::BESIDE` in cuda/layout.cuh)."""
 
     blocks: int = 1
     alone: bool = False
+    short: bool = False
 
 
 ONE_BLOCK = Sharing()
@@ -206,14 +209,24 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     processors: multiprocessors.
     Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if
     sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
-    codes of many bits, which take so much shared memory that few are left, only where sequences are short.
+    codes of many bits, which take so much shared memory that few are left, only where sequences are short. Eight warps
+    leave registers to the merge where that gains more than it costs them: where a multiprocessor has little to do.
     """
     pairs = b * h_kv
     many = MANY if takes else MANY_BY_TILES
     if pairs >= many * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
         return Sharing(1, True)
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
-    return Sharing(2 if pairs >= SEVERAL * processors and (not large or tokens <= SHORT) else 1)
+    if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
+        return Sharing(2)
+    return Sharing(1, short=eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors)
+
+
+def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
+    """Whether blocks that do not share a multiprocessor have eight warps (`Limits::WIDEST` in cuda/layout.cuh, for
+    heads of 128 channels). takes: as of `sharing`."""
+    turned = fmt.key.domain == "pre_rope" and not fmt.key.banded
+    return not takes and bool(turned or fmt.key.lowrank or fmt.value.lowrank)
 
 
 def spans(most: int | None) -> list[int]:
@@ -222,9 +235,14 @@ def spans(most: int | None) -> list[int]:
     return [n for n in (SHORT, longest) if n < longest] + [longest]
 
 
-def sharings(alone: bool) -> list[Sharing]:
+def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:
     """All that `sharing` may say."""
-    return [ONE_BLOCK, Sharing(2), *[Sharing(1, True)][: int(alone)]]
+    some = [ONE_BLOCK, Sharing(2)]
+    if alone:
+        some.append(Sharing(1, alone=True))
+    if eight_warps(fmt, takes):
+        some.append(Sharing(1, short=True))
+    return some
 
 
 def _bool(x: object) -> str:
@@ -256,7 +274,7 @@ struct Shape {{
     using Value = ::Value;
     using Model = {dtype};
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {how.blocks};
-    static constexpr bool ALONE = {_bool(how.alone)};
+    static constexpr bool ALONE = {_bool(how.alone)}, SHORT = {_bool(how.short)};
     static constexpr bool SLIDING = {_bool(scoring.window)}, CAPPED = {_bool(scoring.softcap)};
 }};
 using Plan = signpost::Plan<Shape>;
@@ -266,7 +284,7 @@ extern "C" __device__ int attend_turns = Plan::TURNS;
 using Merging = signpost::Merge<Shape>;
 extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
 extern "C" __device__ int merge_most = Merging::MOST;
-extern "C" __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+extern "C" __global__ void __maxnreg__(Plan::REGISTERS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];
     signpost::attend<Shape>(params, shared);
@@ -281,7 +299,7 @@ write_tokens(const __grid_constant__ signpost::WriteParams params) {{
     signpost::Writer<Shape>::run(params);
 }}
 """
-    return Unit("attend", source, ("attend", "merge", "write_tokens"), INTEGERS)
+    return Unit("attend", source, ("attend", "merge", "write_tokens"), INTEGERS, beside=True)
 
 
 def _codebooks(bundle: Bundle, layer: int) -> Iterator[Tensor]:
@@ -313,7 +331,7 @@ def units(
         scoring, by_bytes = Scoring(model.window(layer), model.softcap), fits_bytes(inv_freq, _codebooks(bundle, layer))
         takes = by_bytes and takes_bytes(key, value, model.rope, rows, scoring)
         formats, alone = LayerFormat(key.format, value.format), takes_alone(key.format, key.shape.d, rows, scoring)
-        ways = sharings(alone)
+        ways = sharings(formats, takes, alone)
         if batches is not None:
             ways = sorted({sharing(formats, takes, alone, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
         for dtype, how in product(dtypes, ways):

@@ -20,6 +20,7 @@ from runtime.units import (
     Scoring,
     Sharing,
     attend_unit,
+    eight_warps,
     side_struct,
     takes_alone,
     takes_bytes,
@@ -159,6 +160,7 @@ def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
         said.append(takes_bytes(key, value, case.rope, rows, scoring))
         alone.append(takes_alone(key.format, case.d, rows, scoring))
+        few = case.d == 128 and eight_warps(LayerFormat(key.format, value.format), False)
         source += f"""namespace case{len(said)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
@@ -166,10 +168,12 @@ struct Shape {{
     using Key = case{len(said)}::Key;
     using Value = case{len(said)}::Value;
     static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
-    static constexpr bool SLIDING = {int(scoring.window > 0)}, CAPPED = {int(scoring.softcap is not None)};
+    static constexpr bool ALONE = false, SLIDING = {int(scoring.window > 0)};
+    static constexpr bool CAPPED = {int(scoring.softcap is not None)};
 }};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(said[-1])}, "{case}");
 static_assert(signpost::Limits<Shape>::ALONE == {int(alone[-1])}, "{case}");
+static_assert(!{int(few)} || signpost::Limits<Shape>::WIDEST == 8, "{case}");
 }}
 """
     assert set(said) == set(alone) == {True, False}
@@ -206,7 +210,9 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
 
 def test_a_bundle_compiles_each_unit_once() -> None:
     found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
-    assert len(found) == len(set(found)) == 12  # two kinds of layers, two model types, three ways to deal work out
+    assert (
+        len(found) == len(set(found)) == 14
+    )  # two kinds of layers, of which one has a fourth way to deal work out, and two model types
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5])

@@ -68,6 +68,15 @@ def test_query_heads_per_kv_head(g, formats) -> None:
     assert_close(Scene.of(with_formats(formats, 2 * g, 2), [700, 130]))
 
 
+@pytest.mark.parametrize("g", [3, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("strip", [lambda formats: formats, without_outliers], ids=["outliers", "plain"])
+def test_blocks_that_leave_no_room(g, bits, strip, monkeypatch) -> None:
+    """What long contexts have (`Sharing.short`)."""
+    monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: Sharing(1))
+    assert_close(Scene.of(with_formats(strip(kvquant(bits)), 2 * g, 2), [700, 1, 130, 5003]))
+
+
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_many_short_sequences(formats, g) -> None:

@@ -5,12 +5,26 @@ from dataclasses import replace
 
 import pytest
 
+from artifacts import LowRank
 from runtime.attention import merged
 from runtime.sources import kernel_folder
-from runtime.units import ANY, MANY, MANY_BY_TILES, MOST_ALONE, SEVERAL, SHORT, Sharing, sharing, sharings, spans
+from runtime.units import (
+    ANY,
+    LITTLE,
+    MANY,
+    MANY_BY_TILES,
+    MOST_ALONE,
+    SEVERAL,
+    SHORT,
+    Sharing,
+    sharing,
+    sharings,
+    spans,
+)
 from tests.formats import kivi, kvquant
 
 GRID, PLAIN = 132, kivi(2)
+FACTORS = replace(PLAIN, value=replace(PLAIN.value, lowrank=LowRank(4, 2)))
 
 
 def plain_nuq(bits):
@@ -36,11 +50,15 @@ def plain_nuq(bits):
         (kivi(4), False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(1)),
         (plain_nuq(3), True, True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
         (plain_nuq(4), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
+        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8, Sharing(1, short=True)),
+        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
+        (plain_nuq(4), True, True, 8, 100, Sharing(1)),
+        (FACTORS, False, True, 8, 100, Sharing(1, short=True)),
     ],
 )
 def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
     assert sharing(formats, takes, alone, pairs, 1, tokens, GRID) == said
-    assert said in sharings(alone)
+    assert said in sharings(formats, takes, alone)
 
 
 def test_more_sequences_than_warps_alone_find():
