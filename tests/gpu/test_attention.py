@@ -176,6 +176,30 @@ def test_a_long_sequence() -> None:
     assert_close(Scene.of(with_formats(kvquant(4), 2, 2), [100003, 17]))
 
 
+@pytest.mark.parametrize(
+    "case", [*CASES[::7], with_formats(kvquant(3), 8, 2), with_formats(kivi(2))], ids=lambda case: case.name
+)
+def test_steps_that_begin_as_others_end(case: Case) -> None:
+    """Each overwrites what the one before worked in: none may before that is read."""
+    scene = Scene.of(case, [700, 130, 5003])
+    queries = [scene.query(seed) for seed in range(12)]
+    step = scene.kernels.plan(
+        scene.key.paged, scene.value.paged, scene.lengths, scene.offsets, 1, queries[0].shape[-1] ** -0.5
+    )
+    expected, out = ([torch.full_like(q, torch.nan) for q in queries] for _ in range(2))
+    for q, to in zip(queries, expected, strict=True):
+        step.run(q, to)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i, (q, to) in enumerate(zip(queries, out, strict=True)):
+            step.run(q, to, follows=i > 0)
+    for _ in range(20):
+        graph.replay()
+    for found, alone in zip(out, expected, strict=True):
+        assert relative(found, alone.double()) < 1e-3  # sums of outliers are added in any order
+
+
 def test_a_captured_graph_follows_the_lengths() -> None:
     scene = Scene.of(with_formats(kvquant(3), 4, 2), [900, 700, 64])
     q = scene.query()
