@@ -134,10 +134,8 @@ struct Attend {
             softmax.store(blockIdx.x + pair());
             return;
         }
-        keys.fetch();
-        values.fetch();
-        query.fetch();
         if constexpr (L::BYTES) {
+            fetch();
             auto feed = byte_pages.feed(at.from, at.to);
             __syncthreads();  // the last stretch's readers of the query and writers of the output are done
             feed.begin();
@@ -151,8 +149,9 @@ struct Attend {
             byte_pages.run(feed, softmax);
             there.take(at);
         } else {
+            typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);  // first: pages wait for their ids
+            fetch();
             if (at.ends) exact.ask(exact_from(), threadIdx.x, L::THREADS);
-            typename TilePages<C>::template Flow<!L::EXACT, !L::EXACT> flow(at, at.from, at.to);
             if (!opening) __syncthreads();  // as above
             keys.ask();
             if (opening) make_tables<L::TURNS_SHARED ? 1 : 0>(at, keys, values, byte_pages);
@@ -205,6 +204,12 @@ struct Attend {
         }
     }
 
+    // Asks for what a head's pages are multiplied with.
+    __device__ __forceinline__ void fetch() {
+        keys.fetch();
+        values.fetch();
+        query.fetch();
+    }
     // What was fetched, to shared memory.
     __device__ __forceinline__ void load() {
         keys.load();

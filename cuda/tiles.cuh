@@ -61,18 +61,19 @@ struct TilePages {
         static constexpr int B = L::BATCH, COPIES = 2 * SLOTS / B;  // of the ring
         const int each, first, count;
         unsigned char *const ring, *const directories;  // of keys, then of values
-        PageAngles<C> angles;
         typename Fed<KP>::template By<L, K, KeyStage, B> keys;
         typename Fed<VP>::template By<L, V, ValueStage, B> values;
+        PageAngles<C> angles;
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
             : each((to - from + SHARERS - 1) / SHARERS), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
               count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
-              directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))), angles(at),
+              directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,
                    Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories),
               values(at.params.value.heads, at.params.value.records, at.params.value.table + at.sequence * at.params.value.table_stride, at.params.h_kv,
-                     Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories + L::DIRECTORY_BYTES) {}
+                     Range{first, first + count * HOP, at.tile, at.part, at.head, at.lane}, directories + L::DIRECTORY_BYTES),
+              angles(at) {}
 
         // Fills the ring, which is idle.
         __device__ __forceinline__ void start() {
