@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import Bundle, Dense, Format, LayerFormat, LowRank, Rope, Window
+from artifacts import Bundle, Center, Dense, Format, LayerFormat, LowRank, Rope, Window
 from runtime.codec import Codec
 from runtime.jit import KernelError
 from runtime.pack import device_tables
@@ -40,6 +40,7 @@ def on_this_machine(monkeypatch):
 
 
 LENGTHS = [1, 63, 65, 66, 64 * 9 + 37]
+CENTRED = replace(kivi(2), value=replace(kivi(2).value, center=Center()))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -106,6 +107,14 @@ def test_more_pages_than_ids_at_hand(formats, g, how, monkeypatch):
     monkeypatch.setattr(Emulated, "how", how)
     monkeypatch.setattr(Emulated, "_processors", lambda self: 1)
     check(case(in_pages_of(16, formats), g, h_kv=1), [10000, 66])
+
+
+@pytest.mark.parametrize("blocks", [16, 17, 32, 33, 70])
+@pytest.mark.parametrize("formats", [kivi(2), CENTRED, BANDED], ids=["plain", "centred", "rotated"])
+def test_results_of_many_blocks(blocks, formats, monkeypatch):
+    """Of one head: as many as the merge asks for at once, as it has lanes, and more."""
+    monkeypatch.setattr(Emulated, "_processors", lambda self: blocks)
+    check(case(formats, 1, h_kv=1), [64 * blocks + 37])
 
 
 @pytest.mark.parametrize("g", [1, 4])
