@@ -186,8 +186,8 @@ struct Attend {
     }
     __device__ __forceinline__ int pair() const { return at.sequence * at.params.h_kv + at.head; }
 
-    // Where there is room beside all blocks, the merge comes to wait there while they work on their last stretches. What it lets begin before it has ended relies on all that was before this
-    // kernel, which therefore has been awaited.
+    // Where there is room beside all blocks, the merge comes to wait there while they work on their last stretches, and lets the next kernel begin. That relies on all that was before this one, which
+    // therefore has been awaited; and if it is the next step's cuda/project.cuh it writes what `query.load` reads, so not before that.
     __device__ __forceinline__ void release_early() const {
         if (L::BESIDE && at.final) {
             await_predecessor();

@@ -36,8 +36,8 @@ struct Limits {
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Whether a warp can have sequences of its own.
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
-    // Whether a block may leave shared memory for one of the merge beside it (Layout::BESIDE).
-    static constexpr bool LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && Shape::BLOCKS == 1 && !Shape::ALONE && !V::ROTATE;
+    // Whether a block leaves shared memory for one of the merge beside it (Layout::BESIDE): for heads of as many channels as were measured.
+    static constexpr bool LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && D == 128 && Shape::BLOCKS == 1 && !Shape::ALONE && !V::ROTATE;
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
     static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - (LEAVES_ROOM ? 2048 : 1024), BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
@@ -110,7 +110,7 @@ struct Layout {
     static constexpr bool KEY_OUTLIERS = K::SPARSE && !BYTES, VALUE_OUTLIERS = V::SPARSE && !BYTES;  // pages by bytes have ways of their own
     static constexpr bool KEY_CODES = K::BITS || K::BANDED, VALUE_CODES = V::BITS || V::BANDED;
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
-    // Whether a block of the merge (merge.cuh) waits beside a block until that is done: it has a warp or two in each of a multiprocessor's four parts, with so many registers a thread. What that leaves to eight
+    // Whether a block of the merge (merge.cuh) waits beside a block until that is done: it has a warp in each of a multiprocessor's four parts, with so many registers a thread. What that leaves to eight
     // warps makes them slower, by less than a short step gains.
     static constexpr bool BESIDE = Limits<C>::LEAVES_ROOM && (C::SHORT || WARPS != 8);
     static constexpr int MERGE_REGISTERS = 32;
@@ -478,7 +478,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr int REGISTERS = registers_of(THREADS / 32 * BLOCKS, Layout<Config>::BESIDE ? (Shared::D + 127) / 128 * 32 * Layout<Config>::MERGE_REGISTERS : 0);
+    static constexpr int REGISTERS = registers_of(THREADS / 32 * BLOCKS, Layout<Config>::BESIDE ? 32 * Layout<Config>::MERGE_REGISTERS : 0);
     static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");

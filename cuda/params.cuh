@@ -39,7 +39,7 @@ struct AttendParams {
     float rope_scaling;
     float scale;  // of scores, times log2(e)
     int b, h_kv, g, m;
-    int follows;  // the kernel before wrote nothing but newest tokens, or added up partial results, and had awaited all that came before it
+    int follows;  // the kernel before wrote nothing but newest tokens, or added up partial results, and all that came before it, or before the attention it belongs to, has been awaited
     int window;   // where SLIDING: how many of the newest tokens a query sees, itself included
     float cap, bend;  // where CAPPED: scores x become c * tanh(x / c); c * log2(e), and 2 / c
 };

@@ -8,6 +8,7 @@ different lengths, reordering, sharing and freeing are edits of tables (`runtime
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -419,13 +420,13 @@ class KVCache:
             raise
 
     def spans(self, b: int) -> list[int]:
-        """Numbers of tokens for which device steps of b sequences are dealt out differently; the last is the most."""
-        *shorter, most = spans(self.room.max_tokens)
+        """Numbers of tokens up to which device steps of b sequences are dealt out differently; the last is the most."""
 
         def dealt(tokens: int) -> list[Sharing]:
             return [layer.step(self.bundle.model.h_q).sharing(b, tokens) for layer in self.layers]
 
-        return [tokens for tokens in shorter if dealt(tokens) != dealt(most)] + [most]
+        lengths = spans(self.room.max_tokens)
+        return [n for n, longer in pairwise(lengths) if dealt(n) != dealt(longer)] + lengths[-1:]
 
     def filling(self, sequences: Sequence[int]) -> list[int]:
         """Those of these sequences that fill a page with their newest token."""

@@ -558,7 +558,9 @@ def _load(unit: Unit, cubin: bytes, index: int) -> Module:
             ask("cuFuncLoad", function)
             dynamic = room - ask("cuFuncGetAttribute", of_function.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
             ask("cuFuncSetAttribute", function, of_function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
-            if unit.beside:  # with another share of the L1 cache a kernel waits until a multiprocessor is idle
+            if (
+                unit.beside and overlaps
+            ):  # with another share of the L1 cache a kernel waits until a multiprocessor is idle
                 share = of_function.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                 ask("cuFuncSetAttribute", function, share, 100)
             no_first, _, size = driver.cuFuncGetParamInfo(function, 0)

@@ -223,16 +223,23 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
-    """Whether blocks that do not share a multiprocessor have eight warps (`Limits::WIDEST` in cuda/layout.cuh, for
-    heads of 128 channels). takes: as of `sharing`."""
+    """Whether, for heads of 128 channels and at most eight query rows, blocks that do not share a multiprocessor have
+    eight warps (`Limits::WIDEST` in cuda/layout.cuh): where RoPE turns keys, or with factors.
+
+    takes: as of `sharing`.
+    """
     turned = fmt.key.domain == "pre_rope" and not fmt.key.banded
     return not takes and bool(turned or fmt.key.lowrank or fmt.value.lowrank)
 
 
 def spans(most: int | None) -> list[int]:
-    """Numbers of tokens that steps are dealt out for, where a sequence holds at most `most` (None: any number)."""
+    """Numbers of tokens that steps are dealt out for, where a sequence holds at most `most` (None: any number): each
+    twice the one before."""
     longest = ANY if most is None else most
-    return [n for n in (SHORT, longest) if n < longest] + [longest]
+    found = [SHORT]
+    while found[-1] < longest:
+        found.append(2 * found[-1])
+    return [*found[:-1], longest]
 
 
 def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:

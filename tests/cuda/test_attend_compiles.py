@@ -185,6 +185,28 @@ def test_tuned_kernels_without_outliers_do_not_spill() -> None:
     assert jit.report(recipe_unit("kivi-2"), "sm_90a")["attend"].spill_bytes == 0
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize(
+    ("name", "how", "most"),
+    [
+        ("kivi-2", ONE_BLOCK, 160),
+        ("kvquant-2", Sharing(1, short=True), 240),
+        ("kvquant-4", Sharing(1, short=True), 240),
+    ],
+)
+def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Sharing, most: int, rows: int) -> None:
+    """In the registers that are left in each of a multiprocessor's four parts, and in 1 KB, which each block has for
+    itself anyway."""
+    found = jit.report(recipe_unit(name, rows=rows, how=how), "sm_90a")
+    assert found["attend"].registers <= most
+    assert found["attend"].spill_bytes == 0
+    assert (found["merge"].registers, found["merge"].spill_bytes, found["merge"].shared) == (32, 0, 0)
+
+
+def test_eight_warps_leave_no_room_in_long_steps() -> None:
+    assert jit.report(recipe_unit("kvquant-2", rows=4), "sm_90a")["merge"].registers > 32
+
+
 STRUCTS = {
     "SideParams": attention._Side,
     "AttendParams": attention._Attend,

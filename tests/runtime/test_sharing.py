@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from artifacts import LowRank
 from runtime.attention import merged
+from runtime.cache import KVCache
 from runtime.sources import kernel_folder
 from runtime.units import (
     ANY,
@@ -70,10 +72,35 @@ def test_more_sequences_than_warps_alone_find():
 
 @pytest.mark.parametrize(
     ("most", "expected"),
-    [(1, [1]), (SHORT, [SHORT]), (SHORT + 1, [SHORT, SHORT + 1]), (1 << 20, [SHORT, 1 << 20]), (None, [SHORT, ANY])],
+    [
+        (1, [1]),
+        (SHORT, [SHORT]),
+        (SHORT + 1, [SHORT, SHORT + 1]),
+        (4 * SHORT, [SHORT, 2 * SHORT, 4 * SHORT]),
+        (None, [SHORT << i for i in range(20)] + [ANY]),
+    ],
 )
 def test_lengths_that_steps_are_dealt_out_for(most, expected):
     assert spans(most) == expected
+
+
+@pytest.mark.parametrize(
+    ("formats", "b", "most", "expected"),
+    [
+        (plain_nuq(4), 1, 65536, [32768, 65536]),  # 8 kv heads of up to 33792 tokens leave room
+        (plain_nuq(4), 1, 32768, [32768]),
+        (plain_nuq(4), 256, 65536, [SHORT, 65536]),
+        (kivi(2), 1, 65536, [65536]),
+        (kivi(2), 256, 65536, [SHORT, 65536]),
+    ],
+)
+def test_lengths_that_have_steps_of_their_own(formats, b, most, expected):
+    kernels = SimpleNamespace(sharing=lambda b, tokens: sharing(formats, False, True, b, 8, tokens, GRID))
+    layers = [SimpleNamespace(step=lambda h_q: kernels)]
+    cache = SimpleNamespace(
+        room=SimpleNamespace(max_tokens=most), layers=layers, bundle=SimpleNamespace(model=SimpleNamespace(h_q=32))
+    )
+    assert KVCache.spans(cache, b) == expected
 
 
 @pytest.mark.parametrize(
