@@ -278,7 +278,7 @@ def size_of(shape: str) -> tuple[int, int, int, int]:
     return b, n, *MODELS[model]
 
 
-WAYS = {"one": Sharing(1), "short": Sharing(1, short=True), "two": Sharing(2), "alone": Sharing(1, alone=True)}
+WAYS = {"one": Sharing(1), "beside": Sharing(1, beside=True), "two": Sharing(2), "alone": Sharing(1, alone=True)}
 
 
 class Dealt(PagedAttention):

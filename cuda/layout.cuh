@@ -112,7 +112,7 @@ struct Layout {
     static constexpr bool APART = V::ROTATE || V::CENTER;  // the exact part is merged after the pages' part is restored
     // Whether a block of the merge (merge.cuh) waits beside a block until that is done: it has a warp in each of a multiprocessor's four parts, with so many registers a thread. What that leaves to eight
     // warps makes them slower, by less than a short step gains.
-    static constexpr bool BESIDE = Limits<C>::LEAVES_ROOM && (C::SHORT || WARPS != 8);
+    static constexpr bool BESIDE = Limits<C>::LEAVES_ROOM && (C::MAKES_ROOM || WARPS != 8);
     static constexpr int MERGE_REGISTERS = 32;
     static constexpr bool DIRECT = BYTES && ALONE && !APART && !K::SPARSE && !V::SPARSE;  // who has all of a sequence's head leaves what it comes to, and the merge nothing to add up (elsewhere it takes longer)
     static constexpr bool KEYS_BEHIND = K::RECENT + K::T > V::RECENT + PAGE, VALUES_BEHIND = V::RECENT + V::T > K::RECENT + PAGE;  // exact where the other side is packed
@@ -478,7 +478,7 @@ struct Plan {
     using Config = typename ChoicesOf<Shape>::template Config<Shared>;
     static constexpr int WARPS = Config::WARPS, PHASES = Config::PHASES, WORKERS = 1;  // of a block: what leaves results of its own
     static constexpr int THREADS = 32 * WARPS, SHARED = Layout<Config>::SHARED;
-    static constexpr int REGISTERS = registers_of(THREADS / 32 * BLOCKS, Layout<Config>::BESIDE ? 32 * Layout<Config>::MERGE_REGISTERS : 0);
+    static constexpr int REGISTERS = registers_of(WARPS * BLOCKS, Layout<Config>::BESIDE ? 32 * Layout<Config>::MERGE_REGISTERS : 0);
     static constexpr bool TURNS = Layout<Config>::ROPE && !Layout<Config>::BYTES;  // keys are turned by what runtime/turns.py makes
     static_assert(Layout<Config>::fits(Limits<Shared>::SHARED), "no choice fits");
     static_assert(WARPS * Layout<Config>::WARP_BYTES >= 2048, "codebooks go through the ring's place");

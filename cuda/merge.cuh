@@ -97,22 +97,16 @@ struct Merge {
         }
 #pragma unroll
         for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-        const int of = rolled(blockIdx.x), sequence = of / params.h_kv, head = of - sequence * params.h_kv;  // counted when they are needed
+        const int sequence = pair / params.h_kv, head = pair % params.h_kv;  // here: there are registers for them
         if constexpr (L::APART) {
             if constexpr (V::ROTATE) x = rotated(params, shared, x, head, matrix);
             if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
-            const float weight = apart[D] == minus_infinity() ? 0.f : exp2_fast(apart[D] - top);
-            x += weight * apart[threadIdx.x];
-            sum += weight * apart[D + 1];
+            const float of_exact = weight_of(apart[D], top);
+            x += of_exact * apart[threadIdx.x];
+            sum += of_exact * apart[D + 1];
         }
         const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
-        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x * inverse(sum));
-    }
-    static __device__ __forceinline__ float weight_of(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
-    // Of a sum, which is neither huge nor next to nothing; a division would take the registers of a call.
-    static __device__ __forceinline__ float inverse(float sum) {
-        const float near = reciprocal_fast(sum);
-        return fmaf(near, fmaf(-sum, near, 1.f), near);
+        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
     }
 
     // Of P inverted, the lane's pieces of step i's row.
@@ -189,7 +183,7 @@ struct Merge {
         all.top = top;
         for (int begin = first; begin <= last; begin += 32) {
             if (begin > first) result = state(begin + lane);
-            const float weight = result.x == minus_infinity() ? 0.f : exp2_fast(result.x - top);
+            const float weight = weight_of(result.x, top);
             all.sum += weight * result.y;
             if (begin == first) {
 #pragma unroll
@@ -217,7 +211,7 @@ struct Merge {
 #pragma unroll
                 for (int i = 0; i < CHANNELS; ++i) all.x[i] += all.sum * params.mean[head * D + channel(lane, i)];
             }
-            const float weight = all.apart[D] == minus_infinity() ? 0.f : exp2_fast(all.apart[D] - all.top);
+            const float weight = weight_of(all.apart[D], all.top);
             float exact[CHANNELS];
             read(all.apart, lane, exact);
             add(weight, exact, all.x);

@@ -285,6 +285,9 @@ __device__ __forceinline__ void await_arrivals(unsigned at, unsigned parity) {
 }
 #endif
 
+// Of what is relative to one maximum, where `top` is the largest.
+__device__ __forceinline__ float weight_of(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
+
 // A copy in shared memory of what a loop does not need, so that it has more registers: left to itself the compiler keeps all of that in them. It is the
 // same for all lanes of a warp, whose place is `to`, but for the last OWN words, which stay in registers.
 template <typename N, int OWN = 0>

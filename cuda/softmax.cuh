@@ -193,7 +193,7 @@ struct Softmax {
             for (int e = 0; e < 2; ++e) {
 #pragma unroll
                 for (int mask = FIRST; mask < LAST; mask *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], mask));
-                weights[0][e] = weight(maximum[0][e], top[e]);
+                weights[0][e] = weight_of(maximum[0][e], top[e]);
                 maximum[0][e] = top[e], sum[0][e] *= weights[0][e];
             }
             add_phases(sum[0][0], sum[0][1]);
@@ -221,8 +221,6 @@ struct Softmax {
             if constexpr (L::PITCH > 1) y += __shfl_xor_sync(~0u, y, mask);
         }
     }
-
-    static __device__ __forceinline__ float weight(float maximum, float top) { return maximum == minus_infinity() ? 0.f : exp2_fast(maximum - top); }
 
     // If it is alone: to f32 [ROWS][D + 2]. There is one block of columns.
     __device__ __forceinline__ void store_own(float* to) {
@@ -335,7 +333,7 @@ struct Softmax {
 #pragma unroll
             for (int w = 0; w < TEAMS; ++w) {
                 const float2 team = of_teams[w], y = *reinterpret_cast<const float2*>(outputs + w * (L::ROWS_AT_ONCE * L::OUT_ROW));
-                const float by = weight(team.x, top);
+                const float by = weight_of(team.x, top);
                 sums += by * team.y, x.x += by * y.x, x.y += by * y.y;
             }
             float* const of_row = to + row * (D + 2);

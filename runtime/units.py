@@ -191,12 +191,12 @@ def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) ->
 
 class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
-    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; short: kernels of eight warps leave
-    room for the next kernel beside them (`Layout::BESIDE` in cuda/layout.cuh)."""
+    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps leave
+    room for the merge beside them (`Layout::BESIDE` in cuda/layout.cuh)."""
 
     blocks: int = 1
     alone: bool = False
-    short: bool = False
+    beside: bool = False
 
 
 ONE_BLOCK = Sharing()
@@ -219,7 +219,7 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
         return Sharing(2)
-    return Sharing(1, short=eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors)
+    return Sharing(1, beside=eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors)
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
@@ -248,7 +248,7 @@ def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:
     if alone:
         some.append(Sharing(1, alone=True))
     if eight_warps(fmt, takes):
-        some.append(Sharing(1, short=True))
+        some.append(Sharing(1, beside=True))
     return some
 
 
@@ -281,7 +281,7 @@ struct Shape {{
     using Value = ::Value;
     using Model = {dtype};
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {how.blocks};
-    static constexpr bool ALONE = {_bool(how.alone)}, SHORT = {_bool(how.short)};
+    static constexpr bool ALONE = {_bool(how.alone)}, MAKES_ROOM = {_bool(how.beside)};
     static constexpr bool SLIDING = {_bool(scoring.window)}, CAPPED = {_bool(scoring.softcap)};
 }};
 using Plan = signpost::Plan<Shape>;

@@ -160,7 +160,7 @@ def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
         said.append(takes_bytes(key, value, case.rope, rows, scoring))
         alone.append(takes_alone(key.format, case.d, rows, scoring))
-        few = case.d == 128 and eight_warps(LayerFormat(key.format, value.format), False)
+        eight = case.d == 128 and eight_warps(LayerFormat(key.format, value.format), False)
         source += f"""namespace case{len(said)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
@@ -173,7 +173,7 @@ struct Shape {{
 }};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(said[-1])}, "{case}");
 static_assert(signpost::Limits<Shape>::ALONE == {int(alone[-1])}, "{case}");
-static_assert(!{int(few)} || signpost::Limits<Shape>::WIDEST == 8, "{case}");
+static_assert(!{int(eight)} || signpost::Limits<Shape>::WIDEST == 8, "{case}");
 }}
 """
     assert set(said) == set(alone) == {True, False}
@@ -190,8 +190,8 @@ def test_tuned_kernels_without_outliers_do_not_spill() -> None:
     ("name", "how", "most"),
     [
         ("kivi-2", ONE_BLOCK, 160),
-        ("kvquant-2", Sharing(1, short=True), 240),
-        ("kvquant-4", Sharing(1, short=True), 240),
+        ("kvquant-2", Sharing(1, beside=True), 240),
+        ("kvquant-4", Sharing(1, beside=True), 240),
     ],
 )
 def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Sharing, most: int, rows: int) -> None:
@@ -232,9 +232,7 @@ def test_arguments_are_laid_out_as_the_kernels_see_them(name: str) -> None:
 
 def test_a_bundle_compiles_each_unit_once() -> None:
     found = units(random_bundle([kvquant(3), kvquant(3), kivi(2)], 8, 2, 128))
-    assert (
-        len(found) == len(set(found)) == 14
-    )  # two kinds of layers, of which one has a fourth way to deal work out, and two model types
+    assert len(found) == len(set(found)) == 14  # two model types, two kinds of layers: three and four ways
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5])

@@ -72,7 +72,7 @@ def test_query_heads_per_kv_head(g, formats) -> None:
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("strip", [lambda formats: formats, without_outliers], ids=["outliers", "plain"])
 def test_blocks_that_leave_no_room(g, bits, strip, monkeypatch) -> None:
-    """What long contexts have (`Sharing.short`)."""
+    """What long contexts have (`Sharing.beside`)."""
     monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: Sharing(1))
     assert_close(Scene.of(with_formats(strip(kvquant(bits)), 2 * g, 2), [700, 1, 130, 5003]))
 

@@ -52,10 +52,10 @@ def plain_nuq(bits):
         (kivi(4), False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(1)),
         (plain_nuq(3), True, True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
         (plain_nuq(4), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
-        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8, Sharing(1, short=True)),
+        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
         (plain_nuq(4), False, True, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
         (plain_nuq(4), True, True, 8, 100, Sharing(1)),
-        (FACTORS, False, True, 8, 100, Sharing(1, short=True)),
+        (FACTORS, False, True, 8, 100, Sharing(1, beside=True)),
     ],
 )
 def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
