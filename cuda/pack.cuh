@@ -32,20 +32,21 @@ struct Packer {
 
     __device__ __forceinline__ void run() {
         if (!page.locate()) return;
+        if constexpr (A::SPARSE) lists.prepare();
         if constexpr (CODES) dense.load_codebook();
         bool known = false;
         if constexpr (A::SPARSE) known = find_outliers();
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
             if (!A::SPARSE || A::SLICES_PER_CTA > 1) bring(i);
             if constexpr (CODES && !A::FUSED) {
-                if (S::SCALES != Scales::CHANNEL_BUNDLE && !known) {
-                    dense.find_scales();
+                if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) {
+                    if (!known) dense.find_scales();
                     __syncthreads();
                 }
                 dense.encode([](auto, const auto&, int, int, int) {});
             }
             if constexpr (A::SPARSE) {
-                lists.write([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); });
+                lists.write([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); }, [&] { return AGREED_EARLY ? false : agree(); });
             }
             if constexpr (S::RANK > 0) write_residual();
             if constexpr (S::SKETCH > 0 && S::RANK == 0) {
@@ -53,7 +54,6 @@ struct Packer {
             }
             if constexpr (A::SLICES_PER_CTA > 1) __syncthreads();
         }
-        if constexpr (A::SPARSE) lists.finish();
     }
 
     // Makes a slice the one at hand and brings its numbers; clear: and has no outliers yet. Ends with a barrier.
@@ -72,11 +72,13 @@ struct Packer {
         if constexpr (A::SLICES_PER_CTA > 1) bring(index);
     }
 
-    // Fills the mask and the lists' beginnings; where codes do not depend on it, codes too. Returns whether ranges are known.
+    // Which outliers have room may depend on all of the page's, and scales on which have: then all CTAs agree before there are codes. Else they do it when there are lists to write.
+    static constexpr bool AGREED_EARLY = !P::CLUSTER || (A::BUNDLE && !A::FUSED);
+
+    // Fills the mask and counts; where codes do not depend on it, makes codes too. Returns whether ranges are known, which a barrier makes known to all.
     __device__ __forceinline__ bool find_outliers() {
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
             bring(i, true);
-            if constexpr (P::CLUSTER) cluster_start();  // all CTAs run: their shared memory may be written
             if constexpr (A::FUSED) {
                 dense.encode([&](auto part, const auto& x, int row, int head, int channel) { sparse.take_outside(part, x, row, head, channel); });
             } else {
@@ -86,17 +88,27 @@ struct Packer {
             }
             __syncthreads();
             if constexpr (RANGES_KNOWN) dense.put_ends();
+            if (i == 0) lists.await_others();
             lists.count();
         }
-        lists.find_starts();
+        if constexpr (AGREED_EARLY) agree();
+        return RANGES_KNOWN;
+    }
+
+    // Waits for all CTAs' counts; limits the page's outliers to those that have room. Returns whether that was necessary. All threads of all CTAs.
+    __device__ __forceinline__ bool agree() {
+        lists.settle();
+        unsigned total = lists.before(A::LISTS);
+        const bool many = A::BUNDLE && total > P::SLOTS;
         if constexpr (A::BUNDLE) {
-            if (lists.total() > P::SLOTS) {
+            if (many) {
                 lists.limit_page([&](int i) { bring_back(i); }, [&](float x, int head, int channel) { return sparse.excess(x, head, channel); });
-                lists.find_starts();
+                lists.settle();
+                total = lists.before(A::LISTS);
             }
         }
-        lists.write_table();
-        return RANGES_KNOWN;
+        lists.close(total);
+        return many;
     }
 
     // What codes leave of a number, and what codes and corrections leave.

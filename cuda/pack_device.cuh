@@ -199,10 +199,15 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-// Waits until all CTAs of the cluster have come here, without a fence.
-__device__ __forceinline__ void cluster_start() {
+// The same in two steps, of which the first has no fence.
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_await() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 template <typename N>
@@ -213,6 +218,33 @@ __device__ __forceinline__ N* remote(N* mine, int rank) {
     return reinterpret_cast<N*>(there);
 #else
     return mine;
+#endif
+}
+
+// What CTAs of a cluster post to each other, and how one knows that all of it has come: an mbarrier that counts bytes. Nobody waits for stores to other memory, as at a barrier of the cluster.
+// One thread makes it, and the cluster meets before anybody posts.
+__device__ __forceinline__ void make_mailbox(unsigned long long* box) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(box)) : "memory");
+#endif
+}
+// How many bytes a round brings: one thread says so, once.
+__device__ __forceinline__ void expect_posts(unsigned long long* box, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(box)), "r"(bytes) : "memory");
+#endif
+}
+// x to where `to` is in the shared memory of another CTA, or of this one, and four bytes more to its count.
+__device__ __forceinline__ void post(unsigned* to, unsigned x, unsigned long long* box, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .b32 there, box;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 box, %2, %3;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [box];\n}" ::"r"(shared_address(to)), "r"(x), "r"(shared_address(box)), "r"(rank) : "memory");
+#endif
+}
+// Waits until all of a round has come, the first one being 0.
+__device__ __forceinline__ void await_posts(unsigned long long* box, unsigned round) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred come;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 come, [%0], %1;\n@!come bra AGAIN;\n}" ::"r"(shared_address(box)), "r"(round % 2) : "memory");
 #endif
 }
 #else

@@ -1,7 +1,7 @@
 // Lists of a page's outliers: counts and where each tile's list begins, which outliers have no room, indices and corrections.
 //
-// All CTAs of a page count their lists for all others; those of half tiles come from two CTAs. From then on every CTA knows where the lists
-// of its own numbers begin. A warp goes through a list, a word of the mask a lane: what comes before a word is a sum over lanes.
+// All CTAs of a page post how many outliers their lists have to all others; where halves of a tile are two CTAs', these post each other which ones. From then on every warp finds where the lists
+// of its own begin. It goes through a list by itself: some words of the mask a lane; what comes before a word is a sum over lanes.
 #pragma once
 
 #include "pack_page.cuh"
@@ -13,22 +13,24 @@ struct Lists {
     using A = Shape<S, P>;
     using L = PackLayout<S, P>;
     using Order = typename A::Order;
-    static constexpr int PARTS = Order::PARTS;
-    static constexpr int LISTS = A::H * A::TILES;                        // of the page: of each head and tile
-    static constexpr int WORDS = Order::STEPS * Order::BLOCK_WORDS;      // of the mask, of a list of the slice
+    static constexpr int PARTS = Order::PARTS, LISTS = A::LISTS, QUEUE = L::QUEUE;
+    static constexpr int WORDS = Order::STEPS * Order::BLOCK_WORDS;       // of the mask, of a list of the slice
+    static constexpr int EACH = (WORDS + 31) / 32, OWN = QUEUE / 32;      // words of a lane; entries of the queue that it corrects
+    static_assert(WORDS * 32 <= 1 << 16 && (PARTS == 1 || Order::BLOCK_WORDS % EACH == 0), "an entry has a bit and a place; a lane's words are of one block");
 
     Page<S, P>& page;
-    unsigned short* const counts;  // outliers of each list of the page [H][TILES][PARTS]
-    unsigned* const starts;        // outliers before each list, and all of them at the end
+    unsigned* const counts;        // outliers of each list of the page [H][TILES][PARTS]
+    unsigned long long* const mail;
+    unsigned* const queue;         // the warp's
     unsigned* const scratch;
+    unsigned round = 0;            // of posts
 
     __device__ __forceinline__ explicit Lists(Page<S, P>& p)
         : page(p),
-          counts(p.template at<unsigned short>(L::COUNTS_AT)),
-          starts(p.template at<unsigned>(L::STARTS_AT)),
+          counts(p.template at<unsigned>(L::COUNTS_AT)),
+          mail(p.template at<unsigned long long>(L::MAIL_AT)),
+          queue(p.template at<unsigned>(L::CANDIDATES_AT + threadIdx.x / 32 * L::WARP_ROOM)),
           scratch(p.template at<unsigned>(L::SCRATCH_AT)) {}
-
-    __device__ __forceinline__ unsigned total() const { return starts[LISTS]; }
 
     // ---- counts and starts ----
 
@@ -38,19 +40,60 @@ struct Lists {
         return (page.first_head + list / Order::TILES) * A::TILES + A::first_tile(page.slice) + list % Order::TILES;
     }
 
-    // Counts the outliers of the slice's lists, for all CTAs of the page.
+    // Makes ready for other CTAs' posts: at the beginning, all threads. `await_others` before the first post.
+    __device__ __forceinline__ void prepare() const {
+        if constexpr (P::CLUSTER) {
+            if (threadIdx.x == 0) make_mailbox(mail);
+            __syncwarp();
+            cluster_arrive();
+        }
+    }
+    __device__ __forceinline__ void await_others() const {
+        if constexpr (P::CLUSTER) cluster_await();
+    }
+
+    // Counts the outliers of the slice's lists, for all CTAs of the page. All threads, of whose masks nothing changes any more.
     __device__ __forceinline__ void count() {
         const int lane = threadIdx.x % 32;
+        if constexpr (P::CLUSTER) {
+            if (threadIdx.x == 0) expect_posts(mail, 4 * LISTS * PARTS + (A::MASKS_POSTED ? 4 * slice_lists() * WORDS : 0));
+        }
         for (int list = threadIdx.x / 32; list < slice_lists(); list += A::WARPS) {
             int n = 0;
 #pragma unroll
-            for (int first = 0; first < WORDS; first += 32) {
-                if (WORDS % 32 == 0 || first + lane < WORDS) n += __popc(page.mask[list * WORDS + first + lane]);
+            for (int i = lane; i < EACH * 32; i += 32) {
+                if (WORDS % 32 && i >= WORDS) continue;
+                const unsigned word = page.mask[list * WORDS + i];
+                n += __popc(word);
+                if constexpr (A::MASKS_POSTED) post(page.template at<unsigned>(L::OTHERS_AT) + list * WORDS + i, word, mail, partner());
             }
             n = __reduce_add_sync(ALL_LANES, n);
-            unsigned short* place = counts + page_list(list) * PARTS + (PARTS == 2 ? A::part(page.slice) : 0);
-            if (lane < A::CLUSTER_CTAS) *remote(place, lane) = static_cast<unsigned short>(n);
+            unsigned* place = counts + page_list(list) * PARTS + (PARTS == 2 ? A::part(page.slice) : 0);
+            if constexpr (P::CLUSTER) {
+                if (lane < P::CTAS) post(place, n, mail, lane);
+            } else {
+                if (lane == 0) *place = n;
+            }
         }
+    }
+    // The slice that has the other halves of this one's tiles.
+    __device__ __forceinline__ int partner() const { return page.slice + (A::part(page.slice) ? -A::HEAD_SLICES : A::HEAD_SLICES); }
+    __device__ __forceinline__ unsigned of_partner(int word) const {
+        if constexpr (A::MASKS_POSTED) return page.template at<const unsigned>(L::OTHERS_AT)[word];
+        else return page.mask[(partner() - page.slice) * A::MASK_WORDS + word];
+    }
+
+    // Waits until all CTAs of the page have counted. All threads.
+    __device__ __forceinline__ void settle() {
+        if constexpr (P::CLUSTER) await_posts(mail, round++);
+        else __syncthreads();
+    }
+    // Outliers of the page's lists before one of them, of LISTS all. A warp.
+    __device__ __forceinline__ unsigned before(int list) const {
+        unsigned sum = 0;
+#pragma unroll 4
+        for (int i = threadIdx.x % 32; i < list * PARTS; i += 32) sum += counts[i];
+        return __reduce_add_sync(ALL_LANES, sum);
     }
 
     __device__ __forceinline__ void page_sync() {
@@ -59,40 +102,6 @@ struct Lists {
         } else {
             __syncthreads();
         }
-    }
-
-    // Where each list begins, from the counts. All threads; begins and ends with a barrier.
-    __device__ __forceinline__ void find_starts() {
-        constexpr int EACH = (LISTS + A::THREADS - 1) / A::THREADS;
-        page_sync();
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * EACH;
-        unsigned mine = 0;
-        for (int i = first; i < first + EACH && i < LISTS; ++i) {
-            starts[i] = of_tile(i);
-            mine += starts[i];
-        }
-        unsigned before = mine;  // and including
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const unsigned x = __shfl_up_sync(ALL_LANES, before, i);
-            if (lane >= i) before += x;
-        }
-        if (lane == 31) scratch[warp] = before;
-        __syncthreads();
-        before -= mine;
-        for (int i = 0; i < warp; ++i) before += scratch[i];
-        for (int i = first; i < first + EACH && i < LISTS; ++i) {
-            const unsigned n = starts[i];
-            starts[i] = before;
-            before += n;
-        }
-        if (first < LISTS && first + EACH >= LISTS) starts[LISTS] = before;
-        if (threadIdx.x == 0) *collected() = 0;
-        __syncthreads();
-    }
-    // Outliers of a head's tile.
-    __device__ __forceinline__ unsigned of_tile(int list) const {
-        return counts[list * PARTS] + (PARTS == 2 ? counts[list * PARTS + PARTS - 1] : 0);
     }
 
     // The page's sum of a number of every thread. All threads of all CTAs.
@@ -115,7 +124,7 @@ struct Lists {
     // ---- limits: seldom needed, and slow ----
 
     // Of more than SLOTS outliers beyond the bundle's bounds, keeps those that exceed them most; of equal ones the first by token,
-    // head and channel. The SLOTS-th is found bit by bit. stage, rank: as above. find_starts has to follow.
+    // head and channel. The SLOTS-th is found bit by bit. stage(i) makes slice i the one at hand, rank(x, head, channel) says by how much a number exceeds them. All threads of all CTAs; `settle` has to follow.
     template <class Stage, class Rank>
     __device__ __forceinline__ void limit_page(Stage stage, Rank rank) {
         unsigned long long least = 0;
@@ -157,124 +166,137 @@ struct Lists {
 
     // ---- lists ----
 
-    // Where lists begin, and zeros where the last list ends. Any thread of any CTA writes some.
-    __device__ __forceinline__ void write_table() {
+    // Where the lists end, and zeros behind that. Any thread of any CTA writes some.
+    __device__ __forceinline__ void close(unsigned total) {
         unsigned char* record = page.record();
         const int first = page.rank * A::THREADS + threadIdx.x, step = P::CTAS * A::THREADS;
-        for (int i = first; i <= LISTS; i += step) reinterpret_cast<unsigned*>(record + S::START)[i] = starts[i];
-        for (int i = total() + first; i < P::SLOTS; i += step) {
+        if (first == 0) reinterpret_cast<unsigned*>(record + S::START)[LISTS] = total;
+        for (int i = total + first; i < P::SLOTS; i += step) {
             record[S::INDEX + i] = 0;
             reinterpret_cast<unsigned short*>(record + S::CORRECTION)[i] = 0;
         }
     }
 
-    // Where a warp is in the slice's lists: one word of 32 a lane, and what is left of it.
-    struct Walk {
-        int list, chunk;         // chunk: of 32 words
-        unsigned before;         // outliers of the list before the chunk's end: this slice's, the partner's behind 16 bits
-        unsigned bits, place;    // of the lane's word: outliers to come, where in the page's list the first of them goes
-        unsigned between;        // how many of others come before the word's upper half
+    // A lane's words of a list, its partner's, and how many outliers of the list come before them: this slice's, the partner's behind 16 bits.
+    struct Words {
+        unsigned mine[EACH], theirs[EACH], before;
+        unsigned ours;    // of the whole list of this slice
+        unsigned beyond;  // of the partner's, how many come before all of these words: where they do not take turns with this slice's
+    };
+    __device__ __forceinline__ Words look(int list) const {
+        const int lane = threadIdx.x % 32, first = lane * EACH;
+        Words found;
+        unsigned sum = 0;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const bool there = WORDS % 32 == 0 || first + k < WORDS;
+            const int word = list * WORDS + (there ? first + k : 0);
+            found.mine[k] = there ? page.mask[word] : 0;
+            found.theirs[k] = PARTS == 2 && there ? of_partner(word) : 0;
+            sum += __popc(found.mine[k]) | __popc(found.theirs[k]) << 16;
+        }
+        const unsigned up_to = warp_prefix(sum);
+        found.before = up_to - sum;
+        found.ours = __shfl_sync(ALL_LANES, up_to, 31) & 0xFFFFu;
+        found.beyond = 0;
+        if constexpr (PARTS == 2 && !P::VALUES) {  // keys' blocks have one half behind the other
+            constexpr int LANES = Order::BLOCK_WORDS / EACH;  // of a block
+            const unsigned end = __shfl_sync(ALL_LANES, up_to, lane | (LANES - 1)), begin = __shfl_sync(ALL_LANES, found.before, lane & ~(LANES - 1));
+            found.beyond = (A::part(page.slice) ? end : begin) >> 16;
+        }
+        return found;
+    }
+
+    // What a warp has found of a list: corrections, some a lane, of its outliers from number `first` on, `n` of them.
+    struct Batch {
+        Words words;
+        unsigned first;
+        int n;
+        unsigned place[OWN];  // in the list
+        unsigned char index[OWN];
+        F16 correction[OWN];
     };
 
-    // Index and correction of the slice's outliers. left(x, row, head, channel): what the codes leave of a number. All threads.
-    //
-    // They are few, and a lane that has one would hold up 31 others: so they are collected first, each with its place in the list, and
-    // then dealt out. As many as there is room for in a round.
-    template <class Left>
-    __device__ __forceinline__ void write(Left left) {
-        uint2* queue = page.template at<uint2>(L::CANDIDATES_AT);
-        Walk walk = {static_cast<int>(threadIdx.x) / 32, 0, 0, 0, 0, 0};
-        if (walk.list < slice_lists()) look(walk);
-        while (true) {
-            while (walk.list < slice_lists() && collect(walk, queue)) step(walk);
-            __syncthreads();
-            const int n = min(static_cast<int>(*collected()), L::QUEUE);
-            for (int i = threadIdx.x; i < n; i += A::THREADS) write_one(queue[i].x, queue[i].y, left);
-            const bool more = __syncthreads_or(walk.list < slice_lists());
-            if (threadIdx.x == 0) *collected() = 0;
-            if (!more) break;
-            __syncthreads();
-        }
-    }
-    __device__ __forceinline__ unsigned* collected() const { return scratch + 48; }
-
-    // Puts what is left of the warp's words into the queue; false: it has no room for all. A warp.
-    __device__ __forceinline__ bool collect(Walk& walk, uint2* queue) const {
-        const int lane = threadIdx.x % 32;
-        const unsigned mine = __popc(walk.bits), up_to = warp_prefix(mine), total = __shfl_sync(ALL_LANES, up_to, 31);
-        unsigned slot = 0;
-        if (lane == 0 && total) slot = atomicAdd(collected(), total);
-        slot = __shfl_sync(ALL_LANES, slot, 0);
-        const bool all = slot + total <= L::QUEUE;
-        slot += up_to - mine;
-        const int first = (walk.list * WORDS + walk.chunk * 32 + lane) * 32;
-        for (; walk.bits && slot < L::QUEUE; walk.bits &= walk.bits - 1, ++slot, ++walk.place) {
-            const int bit = __ffs(static_cast<int>(walk.bits)) - 1;
-            queue[slot] = make_uint2(first + bit, walk.place + (bit < 16 ? 0 : walk.between));
+    // Puts what a lane has of a batch into the warp's queue: which bit of the list, and behind 16 bits at which place.
+    __device__ __forceinline__ void collect(const Batch& batch) const {
+        const Words& words = batch.words;
+        const bool second = PARTS == 2 && A::part(page.slice) != 0;
+        unsigned number = (words.before & 0xFFFFu) - batch.first, theirs = words.before >> 16;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const int start = (static_cast<int>(threadIdx.x % 32) * EACH + k) * 32;
+            // Lanes of values take turns: after two of one half come two of the other, and a lane has eight bits.
+            const unsigned low = __popc(words.theirs[k] & 0xFFFFu), high = __popc(words.theirs[k] >> 16);
+            for (unsigned left = words.mine[k]; left; left &= left - 1, ++number) {
+                const int bit = __ffs(static_cast<int>(left)) - 1;
+                unsigned place = batch.first + number;
+                if constexpr (PARTS == 2 && !P::VALUES) place += words.beyond;
+                if constexpr (PARTS == 2 && P::VALUES) place += theirs + (bit < 16 ? (second ? low : 0) : low + (second ? high : 0));
+                if (number < static_cast<unsigned>(QUEUE)) queue[number] = static_cast<unsigned>(start + bit) | place << 16;
+            }
+            theirs += low + high;
         }
         __syncwarp();
-        return all;
     }
-    // To the next words.
-    __device__ __forceinline__ void step(Walk& walk) const {
-        if (32 * (walk.chunk + 1) < WORDS) {
-            ++walk.chunk;
-        } else {
-            walk.list += A::WARPS, walk.chunk = 0, walk.before = 0;
-        }
-        if (walk.list < slice_lists()) look(walk);
-    }
-    // Reads the words and finds where they go. A warp.
-    __device__ __forceinline__ void look(Walk& walk) const {
-        const int lane = threadIdx.x % 32, word = walk.chunk * 32 + lane;
-        const bool there = WORDS % 32 == 0 || word < WORDS;
-        unsigned* here = page.mask + walk.list * WORDS + (there ? word : 0);
-        walk.bits = there ? *here : 0;
-        unsigned theirs = 0;
-        if constexpr (PARTS == 2) theirs = there ? *of_partner(here) : 0;
-        const unsigned mine = __popc(walk.bits) | __popc(theirs) << 16, up_to = walk.before + warp_prefix(mine);
-        walk.before = __shfl_sync(ALL_LANES, up_to, 31);
-        const unsigned before = up_to - mine;
-        walk.place = starts[page_list(walk.list)] + (before & 0xFFFFu) + partners_before(up_to, before, theirs, walk.between);
-    }
-    // How many outliers of the tile's other half come before a word; up_to, before: both halves' with the word and without; theirs: the same
-    // word of the other mask. between: before the word's upper 16 bits, as many more. Keys' blocks have one half behind the other. Lanes of
-    // values take turns: after two of one half come two of the other, and a lane has eight bits.
-    __device__ __forceinline__ unsigned partners_before(unsigned up_to, unsigned before, unsigned theirs, unsigned& between) const {
-        between = 0;
-        if constexpr (PARTS == 1) return 0;
-        constexpr int LAST = Order::BLOCK_WORDS - 1;
-        const bool second = A::part(page.slice) != 0;
-        if constexpr (P::VALUES) {
-            const unsigned low = __popc(theirs & 0xFFFFu), high = __popc(theirs >> 16);
-            between = second ? high : low;
-            return (before >> 16) + (second ? low : 0);
-        } else {
-            const int lane = threadIdx.x % 32;
-            const unsigned end = __shfl_sync(ALL_LANES, up_to, lane | LAST), begin = __shfl_sync(ALL_LANES, before, lane & ~LAST);
-            return (second ? end : begin) >> 16;
-        }
-    }
+
+    // Finds the batch of a list that begins with its outlier number `first`. They are few, and a lane that has one would hold up 31 others: so they are collected, and then dealt out. A warp.
     template <class Left>
-    __device__ __forceinline__ void write_one(int bit, unsigned place, Left left) {
-        const Number n = Order::number(bit);
-        const float x = page.number_at(n.row, n.head, n.channel);
-        if (A::BUNDLE && !(fabsf(x) <= FLOAT_MAX)) page.report(4);
-        page.record()[S::INDEX + place] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
-        reinterpret_cast<F16*>(page.record() + S::CORRECTION)[place] = ending<A::D>(left(x, n.row, n.head, n.channel), Order::step(bit));
+    __device__ __forceinline__ void find(Batch& batch, int list, unsigned first, Left left) const {
+        if (first == 0) batch.words = look(list);
+        batch.first = first, batch.n = min(static_cast<int>(batch.words.ours - first), QUEUE);
+        collect(batch);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = threadIdx.x % 32 + 32 * k;
+            if (i >= batch.n) continue;
+            const unsigned entry = queue[i];
+            const int bit = list * WORDS * 32 + static_cast<int>(entry & 0xFFFFu);
+            const Number number = Order::number(bit);
+            const float x = page.number_at(number.row, number.head, number.channel);
+            if (A::BUNDLE && !(fabsf(x) <= FLOAT_MAX)) page.report(4);
+            batch.place[k] = entry >> 16;
+            batch.index[k] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
+            batch.correction[k] = ending<A::D>(left(x, number.row, number.head, number.channel), Order::step(bit));
+        }
+        __syncwarp();  // the queue has been read
+    }
+    // Writes it, to the list that begins at `start`.
+    __device__ __forceinline__ void put(const Batch& batch, unsigned start) const {
+        unsigned char* record = page.record();
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            if (static_cast<int>(threadIdx.x % 32) + 32 * k >= batch.n) continue;
+            record[S::INDEX + start + batch.place[k]] = batch.index[k];
+            reinterpret_cast<F16*>(record + S::CORRECTION)[start + batch.place[k]] = batch.correction[k];
+        }
     }
 
-    // The same place in the mask of the slice that has the other half of this one's tile.
-    template <typename N>
-    __device__ __forceinline__ N* of_partner(N* mine) const {
-        const int slices = A::part(page.slice) ? -A::HEAD_SLICES : A::HEAD_SLICES;
-        if constexpr (P::CLUSTER) return remote(mine, page.slice + slices);
-        return mine + slices * (A::MASK_WORDS * 4 / static_cast<int>(sizeof(N)));
-    }
-
-    // Waits until no other CTA reads this one's mask any more. All threads of all CTAs, at the end.
-    __device__ __forceinline__ void finish() {
-        if constexpr (P::CLUSTER && PARTS == 2) page_sync();
+    // Indices and corrections of the slice's outliers, and where its lists begin. left(x, row, head, channel): what the codes leave of a number. agree(): all threads call it once, before they write and
+    // before they ask others' masks, else when they have found their first batches; says whether there are other outliers now. A warp takes a list.
+    template <class Left, class Agree>
+    __device__ __forceinline__ void write(Left left, Agree agree) {
+        int list = threadIdx.x / 32;
+        Batch batch;
+        bool found = false;
+        if constexpr (!A::MASKS_POSTED) {
+            if (list < slice_lists()) find(batch, list, 0, left);
+            found = true;
+        }
+        if (agree() || !found) {
+            if (list < slice_lists()) find(batch, list, 0, left);
+        }
+        while (list < slice_lists()) {
+            const int which = page_list(list);
+            const unsigned start = before(which);
+            if (threadIdx.x % 32 == 0 && (PARTS == 1 || A::part(page.slice) == 0)) reinterpret_cast<unsigned*>(page.record() + S::START)[which] = start;
+            put(batch, start);
+            for (unsigned first = QUEUE; first < batch.words.ours; first += QUEUE) {
+                find(batch, list, first, left);
+                put(batch, start);
+            }
+            list += A::WARPS;
+            if (list < slice_lists()) find(batch, list, 0, left);
+        }
     }
 };
 

@@ -106,6 +106,8 @@ struct Shape {
     using Order = SliceOrder<D, TOKENS, P::VALUES != 0, S::MASKED != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
+    static constexpr int LISTS = H * TILES;              // of a page
+    static constexpr bool MASKS_POSTED = SPARSE && P::CLUSTER && Order::PARTS == 2;
     static constexpr int ROW = D + 8;                    // numbers from one row of a slice to the next: other banks
     static constexpr int GROUPS = D / S::SCALE_CHANNELS; // scales of a token and head
     static constexpr int SCALE_ROWS = S::SCALES == Scales::CHANNEL_BUNDLE ? 1 : S::SCALES == Scales::CHANNEL_PAGE ? TOKENS / S::SCALE_TOKENS : TOKENS;
@@ -131,7 +133,6 @@ struct Shape {
     static_assert(S::SCALES != Scales::CHANNEL_PAGE || (TOKENS >= TILE && TOKENS % S::SCALE_TOKENS == 0), "tokens that share a scale stay together");
     static_assert(S::ROTATE ? P::STORE != Store::INPUT : P::STORE != Store::WORKSPACE, "rotated numbers are not those of the input");
     static_assert(S::ROPE_DIM == 0 || !P::VALUES, "values are not rotated");
-    static_assert(P::SELECT != Select::TOKEN || WARPS >= 4, "candidates are room for the queue of outliers");
     static_assert(THREADS % 64 == 0 && THREADS >= 64 && THREADS <= 1024, "whole warps, whole vectors");
 
     static __device__ __forceinline__ int first_head(int slice) { return slice % HEAD_SLICES * HEADS; }
@@ -179,11 +180,13 @@ struct PackLayout {
     static constexpr int SCALES_AT = FACTORS_AT + align16((A::TOGETHER ? 16 : 8) * A::SCALES);
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
     static constexpr int MASK_AT = BOUNDS_AT + (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER ? 8 * A::HEADS * A::D : 0);  // before: (lower, upper)
-    static constexpr int COUNTS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
-    static constexpr int STARTS_AT = COUNTS_AT + (A::SPARSE ? align16(2 * A::H * A::TILES * A::Order::PARTS) : 0);  // before: u16 [H][TILES][PARTS]
-    static constexpr int CANDIDATES_AT = STARTS_AT + (A::SPARSE ? align16(4 * (A::H * A::TILES + 1)) : 0);  // before: u32
-    static constexpr int QUEUE = 384;  // outliers that wait for their corrections, where candidates were
-    static constexpr int RESIDUAL_AT = CANDIDATES_AT + (P::SELECT == Select::TOKEN ? A::WARPS * CANDIDATE_BYTES : A::SPARSE ? 8 * QUEUE : 0);
+    static constexpr int OTHERS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
+    static constexpr int COUNTS_AT = OTHERS_AT + (A::MASKS_POSTED ? align16(4 * A::MASK_WORDS) : 0);  // before: the mask of the slice that has the other halves of tiles
+    static constexpr int MAIL_AT = COUNTS_AT + (A::SPARSE ? align16(4 * A::LISTS * A::Order::PARTS) : 0);  // before: u32 [H][TILES][PARTS]
+    static constexpr int CANDIDATES_AT = MAIL_AT + (P::CLUSTER ? 16 : 0);                          // before: u64, mailbox of counts and masks
+    static constexpr int QUEUE = 64;                                                               // outliers of a warp that wait for their corrections: u32
+    static constexpr int WARP_ROOM = P::SELECT == Select::TOKEN ? CANDIDATE_BYTES : A::SPARSE ? 4 * QUEUE : 0;
+    static constexpr int RESIDUAL_AT = CANDIDATES_AT + A::WARPS * WARP_ROOM;                       // before: of each warp, candidates and then its queue
     static constexpr int SCRATCH_AT = RESIDUAL_AT + (S::SKETCH && !DIRECT ? align16(A::TOKENS * (A::D + 4) * 4) : 0);   // before: f32, of a head
     static constexpr int BYTES = SCRATCH_AT + 256;                                                 // u32 [64]
 };

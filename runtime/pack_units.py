@@ -23,7 +23,7 @@ INPUTS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
-QUEUE = 8 * 384  # bytes: `PackLayout::QUEUE`
+QUEUE = 4 * 64  # bytes of a warp: `PackLayout::QUEUE`
 BAND_TREE = 128  # bytes: `BandTree` of cuda/pack_bands.cuh
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
@@ -94,7 +94,7 @@ class _Cut:
         of_slice = max(1, rows * self.tokens // self.geometry.shape.t)
         return of_slice * self.heads * columns
 
-    def shared(self, store: str, per_cta: int, threads: int) -> int:
+    def shared(self, store: str, per_cta: int, threads: int, cluster: bool = False) -> int:
         """Shared bytes: `PackLayout::BYTES`, which the unit asserts."""
         shape, fmt = self.geometry.shape, self.geometry.format
         d, select = shape.d, select_kind(self.geometry)
@@ -109,10 +109,11 @@ class _Cut:
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
         size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
         if fmt.sparse:
-            tiles = shape.h_kv * shape.t // TILE
-            size += _align(4 * per_cta * self.heads * self.tokens * d // 32)
-            size += _align(2 * tiles * (1 if self.tokens >= TILE else 2)) + _align(4 * tiles + 4)
-            size += threads // 32 * CANDIDATES if select == "TOKEN" else QUEUE
+            lists, parts = shape.h_kv * shape.t // TILE, 1 if self.tokens >= TILE else 2
+            mask = _align(4 * self.heads * self.tokens * d // 32)
+            size += per_cta * mask + _align(4 * lists * parts)
+            size += threads // 32 * (CANDIDATES if select == "TOKEN" else QUEUE)
+            size += (16 + (parts - 1) * mask) if cluster else 0  # mailbox, the other halves' mask
         size += _align(self.tokens * (d + 4) * 4) if fmt.sketch and not direct else 0
         return size + 256
 
@@ -158,11 +159,11 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         slots = fmt.sparse.slots(shape) if fmt.sparse else 0
         online = fmt.sparse is not None and fmt.sparse.thresholds == "online"
         per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
-        size = c.shared(store, per_cta, threads)
+        cluster = clusters and ctas > 1
+        size = c.shared(store, per_cta, threads, cluster)
         # Sums over channels, and the search for a token's outliers, keep more registers busy.
         most = 512 if fmt.rotate or fmt.sketch else 1024
         blocks = max(1, min(whole // (size + 1024), most // threads, 3 if select == "TOKEN" else 4))
-        cluster = clusters and ctas > 1
         return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
 
     def work(p: Plan) -> tuple[int, ...]:

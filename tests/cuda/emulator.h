@@ -60,11 +60,34 @@ inline void copy_commit() {}
 template <int PENDING>
 void copy_pending() {}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
-inline void cluster_start() { cluster_sync(); }
+inline void cluster_arrive() {}
+inline void cluster_await() { cluster_sync(); }
 template <typename N>
 N* remote(N* mine, int rank) {
     emulator::Block* here = emulator::current->block;
     return reinterpret_cast<N*>(here->cluster->blocks[rank].shared + (reinterpret_cast<unsigned char*>(mine) - here->shared));
+}
+
+// A round of posts ends when all bytes have come that somebody expects.
+inline emulator::Mail& mail_of(unsigned long long* box, int rank) {
+    emulator::Block* here = emulator::current->block;
+    return here->cluster->blocks[rank].mail[static_cast<unsigned>(reinterpret_cast<unsigned char*>(box) - here->shared)];
+}
+inline void deliver(emulator::Mail& mail, int expected, int come) {
+    mail.expected += expected, mail.come += come, mail.known |= expected > 0;
+    ++emulator::progress;
+    if (!mail.known || mail.come < mail.expected) return;
+    if (mail.come > mail.expected) std::fprintf(stderr, "%d bytes of mail, %d were expected\n", mail.come, mail.expected), std::abort();
+    mail = {0, 0, false, mail.rounds + 1};
+}
+inline void make_mailbox(unsigned long long* box) { mail_of(box, emulator::current->block->rank) = {}; }
+inline void expect_posts(unsigned long long* box, int bytes) { deliver(mail_of(box, emulator::current->block->rank), bytes, 0); }
+inline void post(unsigned* to, unsigned x, unsigned long long* box, int rank) {
+    *remote(to, rank) = x;
+    deliver(mail_of(box, rank), 0, 4);
+}
+inline void await_posts(unsigned long long* box, unsigned round) {
+    while (mail_of(box, emulator::current->block->rank).rounds <= round) emulator::wait();
 }
 
 template <typename Half>

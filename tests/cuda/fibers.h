@@ -78,6 +78,13 @@ struct Arrivals {
     uint32_t clock[2][16] = {};  // of those that have come, of those of the last meeting
 };
 
+// Bytes that other blocks of a cluster post: expected, come, whether it is known how many are expected; rounds that have ended.
+struct Mail {
+    int expected = 0, come = 0;
+    bool known = false;
+    unsigned rounds = 0;
+};
+
 struct Warp {
     Barrier barrier;
     uint64_t values[2][32];
@@ -92,6 +99,7 @@ struct Block {
     std::vector<Warp> warps;
     std::map<int, Barrier> groups;  // of threads that meet at a barrier with a number
     std::map<unsigned, Arrivals> arrivals;  // by where they are in shared memory
+    std::map<unsigned, Mail> mail;          // likewise
     std::unique_ptr<unsigned char[]> memory;
     unsigned char* shared;
     Cluster* cluster;
