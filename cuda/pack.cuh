@@ -32,12 +32,19 @@ struct Packer {
 
     __device__ __forceinline__ void run() {
         if (!page.locate()) return;
+        page.ask_frequency();
         if constexpr (A::SPARSE) lists.prepare();
         if constexpr (CODES) dense.load_codebook();
+        begin(0);
+        if (!page.found()) {
+            copy_wait();
+            return;
+        }
         bool known = false;
         if constexpr (A::SPARSE) known = find_outliers();
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            if (!A::SPARSE || A::SLICES_PER_CTA > 1) bring(i);
+            if (!A::SPARSE && i == 0) end();
+            else if (!A::SPARSE || A::SLICES_PER_CTA > 1) bring(i);
             if constexpr (CODES && !A::FUSED) {
                 if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) {
                     if (!known) dense.find_scales();
@@ -56,16 +63,23 @@ struct Packer {
         }
     }
 
-    // Makes a slice the one at hand and brings its numbers; clear: and has no outliers yet. Ends with a barrier.
-    __device__ __forceinline__ void bring(int index, bool clear = false) {
+    // Makes a slice the one at hand and asks for its numbers. All threads; has a barrier.
+    __device__ __forceinline__ void begin(int index) {
         page.turn_to(index);
-        page.begin_stage();
         if constexpr (CODES && S::SCALES == Scales::CHANNEL_BUNDLE) dense.load_scales();
+        page.begin_stage();
+    }
+    // Waits for them; clear: and it has no outliers yet. Ends with a barrier.
+    __device__ __forceinline__ void end(bool clear = false) {
         if constexpr (A::SPARSE) {
             sparse.load_bounds();
             if (clear) sparse.clear_mask();
         }
         page.end_stage();
+    }
+    __device__ __forceinline__ void bring(int index) {
+        begin(index);
+        end();
     }
     // The same where it may still be there.
     __device__ __forceinline__ void bring_back(int index) {
@@ -78,7 +92,9 @@ struct Packer {
     // Fills the mask and counts; where codes do not depend on it, makes codes too. Returns whether ranges are known, which a barrier makes known to all.
     __device__ __forceinline__ bool find_outliers() {
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            bring(i, true);
+            if (i > 0) begin(i);
+            if (A::TURNS_POSTED) lists.await_others();
+            end(true);
             if constexpr (A::FUSED) {
                 dense.encode([&](auto part, const auto& x, int row, int head, int channel) { sparse.take_outside(part, x, row, head, channel); });
             } else {
@@ -88,7 +104,7 @@ struct Packer {
             }
             __syncthreads();
             if constexpr (RANGES_KNOWN) dense.put_ends();
-            if (i == 0) lists.await_others();
+            if (!A::TURNS_POSTED && i == 0) lists.await_others();
             lists.count();
         }
         if constexpr (AGREED_EARLY) agree();

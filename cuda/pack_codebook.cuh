@@ -11,24 +11,13 @@ namespace signpost {
 template <int BITS>
 struct Search {
     static constexpr int TABLE_BYTES = 0;
-    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1
+    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1 (runtime/pack_bins.py)
     float top, low, high;
 
     __device__ __forceinline__ Search(const float* nodes, const unsigned char*) : tree(shared_address(nodes)), top(nodes[1]) {
         if constexpr (BITS > 1) {
             low = nodes[2];
             high = nodes[3];
-        }
-    }
-    // Which edge node i of the tree is, of the ascending ones; i > 0.
-    static __device__ __forceinline__ int edge_of(int i) {
-        int level = 0;
-        while (2 << level <= i) ++level;
-        return ((2 * (i - (1 << level)) + 1) << (BITS - 1 - level)) - 1;
-    }
-    static __device__ __forceinline__ void load(float* nodes, unsigned char*, const float* edges, const unsigned char*, int first, int step) {
-        for (int i = first; i < 1 << BITS; i += step) {
-            if (i > 0) nodes[i] = edges[edge_of(i)];
         }
     }
     // Address of the leaf: 4 * code behind that of code 0.
@@ -71,11 +60,6 @@ struct Bins {
         // cluster its highest bits say whose memory it is.
         step = as_float(static_cast<unsigned>(head.last));
         bins = shared_address(table) + static_cast<int>(sizeof(BinsHead));
-    }
-    static __device__ __forceinline__ void load(float* nodes, unsigned char* table, const float* from, const unsigned char* bins, int first, int step) {
-        constexpr int EDGES = (1 << BITS) - 1;
-        for (int i = first; i <= EDGES; i += step) nodes[i] = i < EDGES ? from[i] : as_float(0x7F800000u);
-        for (int i = first; i < TABLE_BYTES / 16; i += step) reinterpret_cast<uint4*>(table)[i] = reinterpret_cast<const uint4*>(bins)[i];
     }
     template <int COUNT>
     __device__ __forceinline__ void find(const float (&x)[COUNT], int (&places)[COUNT]) const {

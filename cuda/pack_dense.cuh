@@ -38,12 +38,9 @@ struct Dense {
     __device__ __forceinline__ Codes search() const { return Codes(page.template at<const float>(L::TREE_AT), page.template at<const unsigned char>(L::BINS_AT)); }
     __device__ __forceinline__ const float* values() const { return page.template at<const float>(L::VALUES_AT); }
 
-    // Tables that all slices share. A barrier has to follow.
+    // Asks for tables that all slices share: they are there when copies have been awaited, and after a barrier. Those of bands belong to heads.
     __device__ __forceinline__ void load_codebook() {
-        if constexpr (S::BANDED > 0) return;  // they belong to heads
-        float* numbers = page.template at<float>(L::VALUES_AT);
-        for (int i = threadIdx.x; i < 1 << BITS; i += A::THREADS) numbers[i] = page.params.values[i];
-        Codes::load(page.template at<float>(L::TREE_AT), page.template at<unsigned char>(L::BINS_AT), page.params.edges, page.params.bins, threadIdx.x, A::THREADS);
+        if constexpr (S::BITS > 0) copy_table(L::TREE_AT, page.params.codebook, L::BANDS_AT - L::TREE_AT);
     }
 
     static __device__ __forceinline__ int index(int row, int head, int channel) {
@@ -59,24 +56,17 @@ struct Dense {
         if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) scales[i] = scale;
     }
 
-    // Scales of the bundle, which belong to the slice's heads. A barrier has to follow.
+    // The same of the bundle's scales, which belong to the slice's heads.
     __device__ __forceinline__ void load_scales() {
-        for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-            const int channel = page.first_head * D + i;
-            const float2 factor = make_float2(page.params.inverse[channel], page.params.zero[channel]);
-            if constexpr (A::TOGETHER) {
-                const float2 bounds = finite(page.params.lower[channel], page.params.upper[channel]);
-                page.template at<float4>(L::FACTORS_AT)[i] = make_float4(factor.x, factor.y, bounds.x, bounds.y);
-            } else {
-                factors[i] = factor;
-            }
-        }
+        constexpr int OF_A_HEAD = D * (A::TOGETHER ? 16 : 8);
+        copy_table(L::FACTORS_AT, page.params.factors + page.first_head * OF_A_HEAD, page.heads * OF_A_HEAD);
         if constexpr (S::BANDED > 0) {
-            constexpr int PIECES = D / 32 * static_cast<int>(sizeof(BandTree)) / 16;  // of a head
-            for (int i = threadIdx.x; i < page.heads * PIECES; i += A::THREADS) {
-                page.template at<uint4>(L::BANDS_AT)[i] = page.params.bands[page.first_head * PIECES + i];
-            }
+            constexpr int BANDS = D / 32 * static_cast<int>(sizeof(BandTree));
+            copy_table(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);
         }
+    }
+    __device__ __forceinline__ void copy_table(int at, const unsigned char* from, int bytes) const {
+        for (int i = threadIdx.x * 16; i < bytes; i += A::THREADS * 16) copy16(page.shared + at + i, from + i);
     }
 
     // The scale of the vector of (row, head, channel) from its range, rounded as it is stored; stored as well.

@@ -241,6 +241,13 @@ __device__ __forceinline__ void post(unsigned* to, unsigned x, unsigned long lon
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [box];\n}" ::"r"(shared_address(to)), "r"(x), "r"(shared_address(box)), "r"(rank) : "memory");
 #endif
 }
+// The same of two numbers, eight bytes.
+__device__ __forceinline__ void post(float2* to, float2 x, unsigned long long* box, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .b32 there, box;\nmapa.shared::cluster.u32 there, %0, %4;\nmapa.shared::cluster.u32 box, %3, %4;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%1, %2}, [box];\n}" ::"r"(shared_address(to)), "f"(x.x), "f"(x.y), "r"(shared_address(box)), "r"(rank) : "memory");
+#endif
+}
 // Waits until all of a round has come, the first one being 0.
 __device__ __forceinline__ void await_posts(unsigned long long* box, unsigned round) {
 #if __CUDA_ARCH__ >= 900
@@ -268,9 +275,6 @@ __device__ __forceinline__ void split_float(float x, unsigned& high, unsigned& l
     high = tensor_float(x);
     low = tensor_float(sub(x, as_float(high)));
 }
-
-// Bounds beyond which every number that is not finite lies, NaN included.
-__device__ __forceinline__ float2 finite(float lower, float upper) { return make_float2(fmaxf(lower, -FLOAT_MAX), fminf(upper, FLOAT_MAX)); }
 
 // Rounded to float16, as float.
 __device__ __forceinline__ float halved(float x) { return widen(narrow(x)); }

@@ -28,9 +28,11 @@ struct Direct {
     __device__ __forceinline__ void run() {
         if (!page.locate()) return;
         page.turn_to(0);
-        page.find_rows();
         if constexpr (S::BITS > 0) dense.load_codebook();
         if constexpr (S::BANDED > 0) dense.load_scales();
+        page.find_rows();
+        copy_wait();
+        if (!page.found()) return;
         __syncthreads();
         unsigned char* vectors = page.shared + PackLayout<S, P>::TILE_AT + threadIdx.x / 32 * PackLayout<S, P>::WARP_BYTES;
         const auto fetch = [&](int head) { All::fetch(vectors, [&](int row) { return numbers(row, head); }); };

@@ -43,7 +43,13 @@ struct Lists {
     // Makes ready for other CTAs' posts: at the beginning, all threads. `await_others` before the first post.
     __device__ __forceinline__ void prepare() const {
         if constexpr (P::CLUSTER) {
-            if (threadIdx.x == 0) make_mailbox(mail);
+            if (threadIdx.x == 0) {
+                make_mailbox(mail);
+                if constexpr (A::TURNS_POSTED) {
+                    make_mailbox(page.turn_mail());
+                    expect_posts(page.turn_mail(), A::TOKENS * Page<S, P>::PAIRS * 8);
+                }
+            }
             __syncwarp();
             cluster_arrive();
         }
@@ -70,7 +76,7 @@ struct Lists {
             n = __reduce_add_sync(ALL_LANES, n);
             unsigned* place = counts + page_list(list) * PARTS + (PARTS == 2 ? A::part(page.slice) : 0);
             if constexpr (P::CLUSTER) {
-                if (lane < P::CTAS) post(place, n, mail, lane);
+                if (lane < P::CTAS) post(place, static_cast<unsigned>(n), mail, lane);
             } else {
                 if (lane == 0) *place = n;
             }

@@ -48,14 +48,11 @@ struct PackParams {
     const int* rows;       // [b] which of the sequences of ring or prompt each one is; null: as sequences come
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
-    const float* edges;        // between normalized numbers of neighbouring codes [2^BITS - 1]
-    const unsigned char* bins; // BinsHead and u8 [256] (pack_codebook.cuh); null where codes are not found by bins
-    const float* values;       // of the codes [2^BITS]
-    const uint4* bands;        // BandTree (pack_bands.cuh) [H][D / 32]
-    const float* scale;        // [H][D], from the bundle, like zero
-    const float* inverse;      // 1 / scale, or 0 where it is 0
-    const float* zero;
-    const float* lower;        // [H][D] or [1], like upper
+    const unsigned char* codebook;  // as it lies in shared memory from TREE_AT on: what finds codes, f32 [2^BITS]; the codes' numbers, f32 [2^BITS]; bins
+    const unsigned char* factors;   // of the bundle's scales, f32 [H][D][2]: 1 / scale (0 where it is 0), zero; with Shape::TOGETHER [4]: bounds behind them
+    const unsigned char* bands;     // BandTree (pack_bands.cuh) [H][D / 32]
+    const float* scale;        // [H][D], from the bundle
+    const float* lower;        // [H][D] or [1], like upper, finite
     const float* upper;
     const float* mean;         // [H][D]
     const uint4* rotation;     // P [D][D], as fragments (pack_matrix.cuh); one of each head where each has one
@@ -107,6 +104,7 @@ struct Shape {
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
     static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
     static constexpr int LISTS = H * TILES;              // of a page
+    static constexpr bool TURNS_POSTED = S::ROPE_DIM > 0 && P::CLUSTER && HEAD_SLICES > 1 && TOKENS % HEAD_SLICES == 0;  // CTAs with the same tokens share what turns them
     static constexpr bool MASKS_POSTED = SPARSE && P::CLUSTER && Order::PARTS == 2;
     static constexpr int ROW = D + 8;                    // numbers from one row of a slice to the next: other banks
     static constexpr int GROUPS = D / S::SCALE_CHANNELS; // scales of a token and head
@@ -183,7 +181,7 @@ struct PackLayout {
     static constexpr int OTHERS_AT = MASK_AT + (A::SPARSE ? align16(4 * A::SLICES_PER_CTA * A::MASK_WORDS) : 0);
     static constexpr int COUNTS_AT = OTHERS_AT + (A::MASKS_POSTED ? align16(4 * A::MASK_WORDS) : 0);  // before: the mask of the slice that has the other halves of tiles
     static constexpr int MAIL_AT = COUNTS_AT + (A::SPARSE ? align16(4 * A::LISTS * A::Order::PARTS) : 0);  // before: u32 [H][TILES][PARTS]
-    static constexpr int CANDIDATES_AT = MAIL_AT + (P::CLUSTER ? 16 : 0);                          // before: u64, mailbox of counts and masks
+    static constexpr int CANDIDATES_AT = MAIL_AT + (P::CLUSTER ? 16 : 0);                          // before: u64 [2], mailboxes: of counts and masks, of sines and cosines
     static constexpr int QUEUE = 64;                                                               // outliers of a warp that wait for their corrections: u32
     static constexpr int WARP_ROOM = P::SELECT == Select::TOKEN ? CANDIDATE_BYTES : A::SPARSE ? 4 * QUEUE : 0;
     static constexpr int RESIDUAL_AT = CANDIDATES_AT + A::WARPS * WARP_ROOM;                       // before: of each warp, candidates and then its queue
@@ -214,6 +212,7 @@ struct Page {
     long long position;         // of the page's first token
     int slice, first_head, heads;  // the slice at hand
     unsigned* mask;             // its outliers in the order of lists
+    float frequency;            // of the thread's pair of channels
 
     __device__ __forceinline__ Page(const PackParams& p, unsigned char* s) : params(p), shared(s), rank(blockIdx.x % P::CTAS) {}
 
@@ -222,20 +221,22 @@ struct Page {
         return reinterpret_cast<N*>(shared + offset);
     }
 
-    // Which page this CTA packs; false: none. The same for all threads of all CTAs of the page.
+    // Which page this CTA packs; false: none. The same for all threads of all CTAs of the page. `found`, when its id has come: whether there is such a page.
     __device__ __forceinline__ bool locate() {
         sequence = blockIdx.y;
         launched = blockIdx.x / P::CTAS + gridDim.x / P::CTAS * blockIdx.y;
         number = page_due<S>(params, sequence, blockIdx.x / P::CTAS);
         if (number < 0) return false;
         id = params.table[sequence * params.table_stride + number];
-        if (id < 0 || id >= params.capacity_pages) {
-            report(1);
-            return false;
-        }
         position = static_cast<long long>(number) * S::T + S::SINKS + (params.offsets ? params.offsets[sequence] : 0);
         if (params.rows) sequence = params.rows[sequence];
         return true;
+    }
+
+    __device__ __forceinline__ bool found() const {
+        const bool there = id >= 0 && id < params.capacity_pages;
+        if (!there) report(1);
+        return there;
     }
 
     __device__ __forceinline__ void report(int problem) const {
@@ -281,29 +282,43 @@ struct Page {
         }
     }
 
-    // Sines and cosines of the slice's tokens.
-    __device__ __forceinline__ void find_turns() {
-        constexpr int PAIRS = S::ROPE_DIM / 2;
-#pragma unroll 1
-        for (unsigned i = threadIdx.x; i < A::TOKENS * PAIRS; i += A::THREADS) {
-            const unsigned row = i / PAIRS, pair = i % PAIRS;
-            const float angle = mul(static_cast<float>(position + A::token(slice, row)), params.inv_freq[pair]);
-            float2 turn;
-            sincosf(angle, &turn.y, &turn.x);
-            turn.x = mul(mul(turn.x, params.scaling), params.unscaling);
-            turn.y = mul(-mul(turn.y, params.scaling), params.unscaling);
-            at<float2>(L::ROPE_AT)[row * A::ANGLES + pair] = turn;
-        }
+    // Sines and cosines of the slice's tokens. A thread has one pair's, whose frequency it was asked for at the beginning.
+    static constexpr int PAIRS = S::ROPE_DIM / 2, ROWS_AT_ONCE = PAIRS ? A::THREADS / PAIRS : 1;
+    static_assert(ROWS_AT_ONCE > 0, "a thread for each pair");
+    __device__ __forceinline__ void ask_frequency() {
+        if constexpr (PAIRS > 0) frequency = params.inv_freq[threadIdx.x % PAIRS];
     }
+    __device__ __forceinline__ void find_turns() {
+        constexpr int SHARERS = A::TURNS_POSTED ? A::HEAD_SLICES : 1;
+        if (threadIdx.x < ROWS_AT_ONCE * PAIRS) {
+            const int mine = A::TURNS_POSTED ? slice % SHARERS : 0;
+#pragma unroll 1
+            for (unsigned row = threadIdx.x / PAIRS * SHARERS + mine; row < A::TOKENS; row += ROWS_AT_ONCE * SHARERS) {
+                const float angle = mul(static_cast<float>(position + A::token(slice, row)), frequency);
+                float2 turn;
+                sincosf(angle, &turn.y, &turn.x);
+                turn.x = mul(mul(turn.x, params.scaling), params.unscaling);
+                turn.y = mul(-mul(turn.y, params.scaling), params.unscaling);
+                float2* to = at<float2>(L::ROPE_AT) + row * A::ANGLES + threadIdx.x % PAIRS;
+                if constexpr (A::TURNS_POSTED) {
+#pragma unroll
+                    for (int k = 0; k < SHARERS; ++k) post(to, turn, turn_mail(), slice - mine + k);
+                } else {
+                    *to = turn;
+                }
+            }
+        }
+        if constexpr (A::TURNS_POSTED) await_posts(turn_mail(), 0);
+    }
+    __device__ __forceinline__ unsigned long long* turn_mail() const { return at<unsigned long long>(L::MAIL_AT) + 1; }
 
     // Waits for them and turns them as the format wants. All threads; ends with a barrier.
     __device__ __forceinline__ void end_stage() {
         if constexpr (S::ROPE_DIM > 0) find_turns();
         if constexpr (S::ROTATE) {
             for (int head = 0; head < heads; ++head) rotate(head);
-        } else if constexpr (P::STORE == Store::SHARED) {
-            copy_wait();
         }
+        copy_wait();
         __syncthreads();
     }
 

@@ -22,14 +22,14 @@ struct Sparse {
     __device__ __forceinline__ void load_bounds() {
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE && !A::TOGETHER) {
             for (int i = threadIdx.x; i < page.heads * D; i += A::THREADS) {
-                page.template at<float2>(L::BOUNDS_AT)[i] = finite(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
+                page.template at<float2>(L::BOUNDS_AT)[i] = make_float2(page.params.lower[page.first_head * D + i], page.params.upper[page.first_head * D + i]);
             }
         }
     }
     __device__ __forceinline__ float2 bounds(int head, int channel) const {
         if constexpr (A::TOGETHER) return page.template at<const float2>(L::FACTORS_AT)[2 * (head * D + channel) + 1];
         if constexpr (P::SELECT == Select::CHANNEL_BUNDLE) return page.template at<const float2>(L::BOUNDS_AT)[head * D + channel];
-        return finite(page.params.lower[0], page.params.upper[0]);
+        return make_float2(page.params.lower[0], page.params.upper[0]);
     }
     // How far a number lies outside, in units of the range. One that is not finite is told of here, as it need not find room in the lists.
     __device__ __forceinline__ float excess(float x, int head, int channel) const {

@@ -27,7 +27,16 @@ from runtime.fragments import fragments
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns, layers_together
 from runtime.pack_params import LAYERS_AT_ONCE, Params, Source, layers_type
-from runtime.pack_units import Plan, factor_units, is_direct, outlier_steps, pack_unit, plan, sketch_plan
+from runtime.pack_units import (
+    Plan,
+    bounds_with_scales,
+    factor_units,
+    is_direct,
+    outlier_steps,
+    pack_unit,
+    plan,
+    sketch_plan,
+)
 from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
@@ -386,8 +395,9 @@ def scalings(rope: Rope) -> tuple[float, float]:
 def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
 
-    float32 but for masks (uint8) and for matrices, which are fragments of pieces (int16) as `cuda/pack_matrix.cuh` has
-    them. They are made once. Raises KernelError where a head has more outlier channels than the format allows.
+    float32 but for masks and codebooks (uint8) and for matrices, which are fragments of pieces (int16) as
+    `cuda/pack_matrix.cuh` has them. They are made once. Raises KernelError where a head has more outlier channels than
+    the format allows.
     """
     key = rotation, dtype
     if key not in codec.derived:
@@ -402,12 +412,14 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
     found: dict[str, Tensor] = {}
     if fmt.dense:
         values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
-        found |= {"values": values.float(), "edges": dense.edges(fmt.dense, values, tables).float()}
-        if fmt.dense.bits in pack_bins.WIDTHS:
-            found["bins"] = pack_bins.table(found["edges"])
-    found |= {name: tables[name].float() for name in ("scale", "zero", "lower", "upper", "mean") if name in tables}
+        found["codebook"] = pack_bins.codebook(values.float(), dense.edges(fmt.dense, values, tables).float())
+    found |= {name: tables[name].float() for name in ("scale", "mean") if name in tables}
+    most = torch.finfo(torch.float32).max  # bounds beyond which every number that is not finite lies, NaN included
+    found |= {name: tables[name].float().clamp(-most, most) for name in ("lower", "upper") if name in tables}
     if "scale" in found:
-        found["inverse"] = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)
+        inverse = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)
+        beside = [found["lower"], found["upper"]] if bounds_with_scales(codec.geometry) else []
+        found["factors"] = torch.stack([inverse, tables["zero"].float(), *beside], -1)
     if rotation is not None:
         found["inv_freq"] = rotation.inv_freq.float()
     if fmt.banded:

@@ -1,4 +1,6 @@
-"""Bins of a codebook, in which packing finds codes: `Bins` of cuda/pack_codebook.cuh.
+"""What packing finds codes by (cuda/pack_codebook.cuh), and what they stand for, as it lies in shared memory.
+
+Of three and four bits by bins (`Bins`), of others by a search tree (`Search`).
 
 A normalized number a falls into bin round(last * clip(a * factor + offset, 0, 1)). A bin's byte is 4 times the edges
 that lie below all numbers that can fall into it, rounding considered; comparisons with the next edges, at most `most`
@@ -8,12 +10,33 @@ signposts of up to four bits are not if they differ: they are whole multiples of
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WIDTHS = (3, 4)  # bits of the codes that are found so
 ROOM = 256  # bins
 BYTES = 16 + ROOM  # `Bins::TABLE_BYTES`
 ROUNDING = 2.0**-23  # more than the device's product is off, of numbers up to 1
+
+
+def codebook(values: Tensor, edges: Tensor) -> Tensor:
+    """uint8 on the device, made of a codebook's numbers [2^bits] and the edges between them [2^bits - 1], float32:
+    nodes, float32 [2^bits], of the tree, or the edges and infinity; the numbers; bins if there are some. All begin at
+    multiples of 16 bytes."""
+    bits = int(values.numel()).bit_length() - 1
+    ends = edges.new_tensor([float("inf")])
+    nodes = torch.cat([edges, ends]) if bits in WIDTHS else tree(edges)
+    found = [nn.functional.pad(x, (0, -len(x) % 4)).view(torch.uint8) for x in (nodes, values)]
+    return torch.cat([*found, table(edges)] if bits in WIDTHS else found)
+
+
+def tree(edges: Tensor) -> Tensor:
+    """The edges [2^bits - 1] as nodes [2^bits] of a search tree: the root is node 1, node k has children 2 k and
+    2 k + 1, and there is no node 0."""
+    order = [0]
+    for i in range(1, len(edges) + 1):
+        level = i.bit_length() - 1
+        order.append(((2 * (i - (1 << level)) + 1) * (len(edges) + 1) >> level + 1) - 1)
+    return edges[order]
 
 
 def table(edges: Tensor) -> Tensor:

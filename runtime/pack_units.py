@@ -60,6 +60,12 @@ def select_kind(geometry: PageGeometry) -> str:
     return f"{part.axis.upper()}_{'BUNDLE' if part.thresholds == 'bundle' else 'PAGE'}"
 
 
+def bounds_with_scales(geometry: PageGeometry) -> bool:
+    """Whether channels' bounds are read with their scales: `Shape::TOGETHER`."""
+    fmt = geometry.format
+    return select_kind(geometry) == "CHANNEL_BUNDLE" and fmt.dense is not None and fmt.dense.scales == "bundle"
+
+
 @dataclass(frozen=True)
 class _Cut:
     """A slice of `tokens` x `heads`, and what a CTA that packs `slices` of them, one at a time, needs."""

@@ -82,9 +82,10 @@ inline void deliver(emulator::Mail& mail, int expected, int come) {
 }
 inline void make_mailbox(unsigned long long* box) { mail_of(box, emulator::current->block->rank) = {}; }
 inline void expect_posts(unsigned long long* box, int bytes) { deliver(mail_of(box, emulator::current->block->rank), bytes, 0); }
-inline void post(unsigned* to, unsigned x, unsigned long long* box, int rank) {
+template <typename N>
+void post(N* to, N x, unsigned long long* box, int rank) {
     *remote(to, rank) = x;
-    deliver(mail_of(box, rank), 0, 4);
+    deliver(mail_of(box, rank), 0, sizeof(N));
 }
 inline void await_posts(unsigned long long* box, unsigned round) {
     while (mail_of(box, emulator::current->block->rank).rounds <= round) emulator::wait();

@@ -59,3 +59,27 @@ def test_different_signposts_have_an_edge_a_bin(bits, data):
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=7, max_size=7))
 def test_any_edges(edges):
     check(np.array(edges))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 5, 8])
+def test_a_tree_finds_the_codes(bits):
+    edges = torch.linspace(-1, 1, (1 << bits) - 1)
+    nodes = pack_bins.tree(edges)
+    x = torch.cat([edges, torch.nextafter(edges, torch.tensor(INF)), torch.tensor([-2.0, 2.0])])
+    at = torch.ones_like(x, dtype=torch.int64)
+    for _ in range(bits):
+        at = 2 * at + (x > nodes[at])
+    torch.testing.assert_close(at - (1 << bits), torch.bucketize(x, edges))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_a_codebook_as_shared_memory_has_it(bits):
+    values = torch.linspace(-1, 1, 1 << bits)
+    edges = 0.5 * (values[1:] + values[:-1])
+    found = pack_bins.codebook(values, edges)
+    room = -(-4 * len(values) // 16) * 16
+    assert len(found) == 2 * room + (pack_bins.BYTES if bits in pack_bins.WIDTHS else 0)
+    nodes, numbers = (found[i * room :][: 4 * len(values)].view(torch.float32) for i in range(2))
+    assert torch.equal(numbers, values)
+    binned = bits in pack_bins.WIDTHS
+    assert torch.equal(nodes, torch.cat([edges, torch.tensor([INF])]) if binned else pack_bins.tree(edges))
