@@ -53,7 +53,11 @@ struct Packer {
                 dense.encode([](auto, const auto&, int, int, int) {});
             }
             if constexpr (A::SPARSE) {
-                lists.write([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); }, [&] { return AGREED_EARLY ? false : agree(); });
+                lists.write([&](float x, int row, int head, int channel) { return after_codes(x, row, head, channel); }, [&](auto& sums, int list) {
+                    if (!AGREED_EARLY) return agree(sums, list);
+                    sums = lists.sums(list);
+                    return false;
+                });
             }
             if constexpr (S::RANK > 0) write_residual();
             if constexpr (S::SKETCH > 0 && S::RANK == 0) {
@@ -107,23 +111,26 @@ struct Packer {
             if (!A::TURNS_POSTED && i == 0) lists.await_others();
             lists.count();
         }
-        if constexpr (AGREED_EARLY) agree();
+        if constexpr (AGREED_EARLY) {
+            typename Lists<S, P>::Sums unused;
+            agree(unused, 0);
+        }
         return RANGES_KNOWN;
     }
 
-    // Waits for all CTAs' counts; limits the page's outliers to those that have room. Returns whether that was necessary. All threads of all CTAs.
-    __device__ __forceinline__ bool agree() {
+    // Waits for all CTAs' counts; limits the page's outliers to those that have room, and sums up what comes before a list. Returns whether limits were necessary. All threads of all CTAs.
+    __device__ __forceinline__ bool agree(typename Lists<S, P>::Sums& sums, int list) {
         lists.settle();
-        unsigned total = lists.before(A::LISTS);
-        const bool many = A::BUNDLE && total > P::SLOTS;
+        sums = lists.sums(list);
+        const bool many = A::BUNDLE && sums.all > P::SLOTS;
         if constexpr (A::BUNDLE) {
             if (many) {
                 lists.limit_page([&](int i) { bring_back(i); }, [&](float x, int head, int channel) { return sparse.excess(x, head, channel); });
                 lists.settle();
-                total = lists.before(A::LISTS);
+                sums = lists.sums(list);
             }
         }
-        lists.close(total);
+        lists.close(sums.all);
         return many;
     }
 

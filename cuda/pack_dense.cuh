@@ -40,7 +40,7 @@ struct Dense {
 
     // Asks for tables that all slices share: they are there when copies have been awaited, and after a barrier. Those of bands belong to heads.
     __device__ __forceinline__ void load_codebook() {
-        if constexpr (S::BITS > 0) copy_table(L::TREE_AT, page.params.codebook, L::BANDS_AT - L::TREE_AT);
+        if constexpr (S::BITS > 0) copy_table<L::BANDS_AT - L::TREE_AT>(L::TREE_AT, page.params.codebook);
     }
 
     static __device__ __forceinline__ int index(int row, int head, int channel) {
@@ -59,14 +59,21 @@ struct Dense {
     // The same of the bundle's scales, which belong to the slice's heads.
     __device__ __forceinline__ void load_scales() {
         constexpr int OF_A_HEAD = D * (A::TOGETHER ? 16 : 8);
-        copy_table(L::FACTORS_AT, page.params.factors + page.first_head * OF_A_HEAD, page.heads * OF_A_HEAD);
+        copy_table<HEADS * OF_A_HEAD>(L::FACTORS_AT, page.params.factors + page.first_head * OF_A_HEAD, page.heads * OF_A_HEAD);
         if constexpr (S::BANDED > 0) {
             constexpr int BANDS = D / 32 * static_cast<int>(sizeof(BandTree));
-            copy_table(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);
+            copy_table<HEADS * BANDS>(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);
         }
     }
-    __device__ __forceinline__ void copy_table(int at, const unsigned char* from, int bytes) const {
-        for (int i = threadIdx.x * 16; i < bytes; i += A::THREADS * 16) copy16(page.shared + at + i, from + i);
+    // MOST bytes at most.
+    template <int MOST>
+    __device__ __forceinline__ void copy_table(int at, const unsigned char* from, int bytes = MOST) const {
+        if (A::H % HEADS == 0) bytes = MOST;  // of all slices
+#pragma unroll
+        for (int first = 0; first < MOST; first += A::THREADS * 16) {
+            const int i = first + threadIdx.x * 16;
+            if (i < bytes) copy16(page.shared + at + i, from + i);
+        }
     }
 
     // The scale of the vector of (row, head, channel) from its range, rounded as it is stored; stored as well.

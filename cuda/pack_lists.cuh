@@ -15,8 +15,9 @@ struct Lists {
     using Order = typename A::Order;
     static constexpr int PARTS = Order::PARTS, LISTS = A::LISTS, QUEUE = L::QUEUE;
     static constexpr int WORDS = Order::STEPS * Order::BLOCK_WORDS;       // of the mask, of a list of the slice
-    static constexpr int EACH = (WORDS + 31) / 32, OWN = QUEUE / 32;      // words of a lane; entries of the queue that it corrects
-    static_assert(WORDS * 32 <= 1 << 16 && (PARTS == 1 || Order::BLOCK_WORDS % EACH == 0), "an entry has a bit and a place; a lane's words are of one block");
+    static constexpr int EACH = (WORDS + 31) / 32, OWN = QUEUE / 32;      // words of a lane, of a list; entries of the queue that it corrects
+    static constexpr int TOGETHER = EACH == 1 && A::HEADS * Order::TILES > A::WARPS ? 2 : 1;  // short lists that a warp goes through at once
+    static_assert(TOGETHER * WORDS * 32 <= 1 << 16 && (PARTS == 1 || Order::BLOCK_WORDS % EACH == 0), "an entry has a bit and a place; a lane's words are of one block");
 
     Page<S, P>& page;
     unsigned* const counts;        // outliers of each list of the page [H][TILES][PARTS]
@@ -94,12 +95,25 @@ struct Lists {
         if constexpr (P::CLUSTER) await_posts(mail, round++);
         else __syncthreads();
     }
-    // Outliers of the page's lists before one of them, of LISTS all. A warp.
-    __device__ __forceinline__ unsigned before(int list) const {
-        unsigned sum = 0;
-#pragma unroll 4
-        for (int i = threadIdx.x % 32; i < list * PARTS; i += 32) sum += counts[i];
-        return __reduce_add_sync(ALL_LANES, sum);
+    // How many outliers of the page come before some of the slice's lists, and all. A warp.
+    struct Sums {
+        unsigned start[TOGETHER], all;
+    };
+    __device__ __forceinline__ Sums sums(int list) const {
+        Sums found = {};
+#pragma unroll
+        for (int first = 0; first < LISTS * PARTS; first += 32) {
+            const int i = first + static_cast<int>(threadIdx.x % 32);
+            if (LISTS * PARTS % 32 && i >= LISTS * PARTS) continue;
+            const unsigned n = counts[i];
+            found.all += n;
+#pragma unroll
+            for (int k = 0; k < TOGETHER; ++k) found.start[k] += i < page_list(list + k) * PARTS ? n : 0;
+        }
+        found.all = __reduce_add_sync(ALL_LANES, found.all);
+#pragma unroll
+        for (int k = 0; k < TOGETHER; ++k) found.start[k] = __reduce_add_sync(ALL_LANES, found.start[k]);
+        return found;
     }
 
     __device__ __forceinline__ void page_sync() {
@@ -195,8 +209,8 @@ struct Lists {
         unsigned sum = 0;
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
-            const bool there = WORDS % 32 == 0 || first + k < WORDS;
-            const int word = list * WORDS + (there ? first + k : 0);
+            const bool there = list < slice_lists() && (WORDS % 32 == 0 || first + k < WORDS);
+            const int word = there ? list * WORDS + first + k : 0;
             found.mine[k] = there ? page.mask[word] : 0;
             found.theirs[k] = PARTS == 2 && there ? of_partner(word) : 0;
             sum += __popc(found.mine[k]) | __popc(found.theirs[k]) << 16;
@@ -213,95 +227,113 @@ struct Lists {
         return found;
     }
 
-    // What a warp has found of a list: corrections, some a lane, of its outliers from number `first` on, `n` of them.
+    // What a warp has found of its lists: corrections, some a lane, of their outliers from number `first` on, of `all`.
     struct Batch {
-        Words words;
-        unsigned first;
-        int n;
-        unsigned place[OWN];  // in the list
+        Words words[TOGETHER];
+        unsigned first, all;
+        unsigned place[OWN];  // in its list, and behind 16 bits which one
         unsigned char index[OWN];
         F16 correction[OWN];
+        __device__ __forceinline__ bool has(int k) const { return first + 32 * k + threadIdx.x % 32 < all; }
     };
 
-    // Puts what a lane has of a batch into the warp's queue: which bit of the list, and behind 16 bits at which place.
+    // Puts what a lane has of a batch into the warp's queue: which bit of the lists, and behind 16 bits at which place of its own one.
     __device__ __forceinline__ void collect(const Batch& batch) const {
-        const Words& words = batch.words;
         const bool second = PARTS == 2 && A::part(page.slice) != 0;
-        unsigned number = (words.before & 0xFFFFu) - batch.first, theirs = words.before >> 16;
+        unsigned lists_before = 0u - batch.first;
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
-            const int start = (static_cast<int>(threadIdx.x % 32) * EACH + k) * 32;
-            // Lanes of values take turns: after two of one half come two of the other, and a lane has eight bits.
-            const unsigned low = __popc(words.theirs[k] & 0xFFFFu), high = __popc(words.theirs[k] >> 16);
-            for (unsigned left = words.mine[k]; left; left &= left - 1, ++number) {
-                const int bit = __ffs(static_cast<int>(left)) - 1;
-                unsigned place = batch.first + number;
-                if constexpr (PARTS == 2 && !P::VALUES) place += words.beyond;
-                if constexpr (PARTS == 2 && P::VALUES) place += theirs + (bit < 16 ? (second ? low : 0) : low + (second ? high : 0));
-                if (number < static_cast<unsigned>(QUEUE)) queue[number] = static_cast<unsigned>(start + bit) | place << 16;
+        for (int j = 0; j < TOGETHER; ++j) {
+            const Words& words = batch.words[j];
+            unsigned place = words.before & 0xFFFFu, theirs = words.before >> 16;
+            if constexpr (PARTS == 2 && !P::VALUES) place += words.beyond;
+            unsigned number = lists_before + (words.before & 0xFFFFu);
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                const unsigned start = (j * WORDS + threadIdx.x % 32 * EACH + k) * 32;
+                // Lanes of values take turns: after two of one half come two of the other, and a lane has eight bits.
+                const unsigned low = __popc(words.theirs[k] & 0xFFFFu), high = __popc(words.theirs[k] >> 16);
+                for (unsigned left = words.mine[k]; left; left &= left - 1, ++number, ++place) {
+                    const unsigned bit = __ffs(static_cast<int>(left)) - 1;
+                    unsigned at = place;
+                    if constexpr (PARTS == 2 && P::VALUES) at += theirs + (bit < 16 ? (second ? low : 0) : low + (second ? high : 0));
+                    if (number < static_cast<unsigned>(QUEUE)) queue[number] = (start + bit) | at << 16;
+                }
+                theirs += low + high;
             }
-            theirs += low + high;
+            lists_before += words.ours;
         }
         __syncwarp();
     }
 
-    // Finds the batch of a list that begins with its outlier number `first`. They are few, and a lane that has one would hold up 31 others: so they are collected, and then dealt out. A warp.
+    // Finds the batch of some lists that begins with their outlier number `first`. They are few, and a lane that has one would hold up 31 others: so they are collected, and then dealt out. A warp.
     template <class Left>
     __device__ __forceinline__ void find(Batch& batch, int list, unsigned first, Left left) const {
-        if (first == 0) batch.words = look(list);
-        batch.first = first, batch.n = min(static_cast<int>(batch.words.ours - first), QUEUE);
+        if (first == 0) {
+            batch.all = 0;
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                batch.words[j] = look(list + j);
+                batch.all += batch.words[j].ours;
+            }
+        }
+        batch.first = first;
         collect(batch);
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
-            const int i = threadIdx.x % 32 + 32 * k;
-            if (i >= batch.n) continue;
-            const unsigned entry = queue[i];
-            const int bit = list * WORDS * 32 + static_cast<int>(entry & 0xFFFFu);
+            if (!batch.has(k)) continue;
+            const unsigned entry = queue[32 * k + threadIdx.x % 32], of_lists = entry & 0xFFFFu;
+            const int bit = list * WORDS * 32 + static_cast<int>(of_lists);
             const Number number = Order::number(bit);
             const float x = page.number_at(number.row, number.head, number.channel);
             if (A::BUNDLE && !(fabsf(x) <= FLOAT_MAX)) page.report(4);
-            batch.place[k] = entry >> 16;
+            batch.place[k] = entry >> 16 | of_lists / (WORDS * 32) << 16;
             batch.index[k] = static_cast<unsigned char>(Order::index(bit, A::part(page.slice)));
             batch.correction[k] = ending<A::D>(left(x, number.row, number.head, number.channel), Order::step(bit));
         }
         __syncwarp();  // the queue has been read
     }
-    // Writes it, to the list that begins at `start`.
-    __device__ __forceinline__ void put(const Batch& batch, unsigned start) const {
+    // Writes it, to lists that begin where `sums` says.
+    __device__ __forceinline__ void put(const Batch& batch, const Sums& sums) const {
         unsigned char* record = page.record();
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
-            if (static_cast<int>(threadIdx.x % 32) + 32 * k >= batch.n) continue;
-            record[S::INDEX + start + batch.place[k]] = batch.index[k];
-            reinterpret_cast<F16*>(record + S::CORRECTION)[start + batch.place[k]] = batch.correction[k];
+            if (!batch.has(k)) continue;
+            const unsigned which = batch.place[k] >> 16, place = (batch.place[k] & 0xFFFFu) + sums.start[TOGETHER > 1 && which ? TOGETHER - 1 : 0];
+            record[S::INDEX + place] = batch.index[k];
+            reinterpret_cast<F16*>(record + S::CORRECTION)[place] = batch.correction[k];
         }
     }
 
-    // Indices and corrections of the slice's outliers, and where its lists begin. left(x, row, head, channel): what the codes leave of a number. agree(): all threads call it once, before they write and
-    // before they ask others' masks, else when they have found their first batches; says whether there are other outliers now. A warp takes a list.
+    // Indices and corrections of the slice's outliers, and where its lists begin. left(x, row, head, channel): what the codes leave of a number. agree(sums, list): all threads call it once, before they write
+    // and before they ask others' masks, else when they have found their first batches; finds the sums of a list, and says whether there are other outliers now. A warp takes a list, or TOGETHER.
     template <class Left, class Agree>
     __device__ __forceinline__ void write(Left left, Agree agree) {
-        int list = threadIdx.x / 32;
+        int list = threadIdx.x / 32 * TOGETHER;
         Batch batch;
+        Sums starts;
         bool found = false;
         if constexpr (!A::MASKS_POSTED) {
             if (list < slice_lists()) find(batch, list, 0, left);
             found = true;
         }
-        if (agree() || !found) {
+        if (agree(starts, list) || !found) {
             if (list < slice_lists()) find(batch, list, 0, left);
         }
         while (list < slice_lists()) {
-            const int which = page_list(list);
-            const unsigned start = before(which);
-            if (threadIdx.x % 32 == 0 && (PARTS == 1 || A::part(page.slice) == 0)) reinterpret_cast<unsigned*>(page.record() + S::START)[which] = start;
-            put(batch, start);
-            for (unsigned first = QUEUE; first < batch.words.ours; first += QUEUE) {
-                find(batch, list, first, left);
-                put(batch, start);
+            const int lane = threadIdx.x % 32;
+            if (lane < TOGETHER && list + lane < slice_lists() && (PARTS == 1 || A::part(page.slice) == 0)) {
+                reinterpret_cast<unsigned*>(page.record() + S::START)[page_list(list + lane)] = starts.start[TOGETHER > 1 && lane ? TOGETHER - 1 : 0];
             }
-            list += A::WARPS;
-            if (list < slice_lists()) find(batch, list, 0, left);
+            put(batch, starts);
+            for (unsigned first = QUEUE; first < batch.all; first += QUEUE) {
+                find(batch, list, first, left);
+                put(batch, starts);
+            }
+            list += A::WARPS * TOGETHER;
+            if (list < slice_lists()) {
+                find(batch, list, 0, left);
+                starts = sums(list);
+            }
         }
     }
 };
