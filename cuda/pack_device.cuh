@@ -193,6 +193,12 @@ __device__ __forceinline__ void multiply_floats8(float (&sum)[4], uint4 a, unsig
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// Adds what the lane `far` before this one has, if there is one.
+template <typename N>
+__device__ __forceinline__ void add_from_before(N& x, int far) {
+    asm volatile("{\n.reg .b32 other;\n.reg .pred there;\nshfl.sync.up.b32 other|there, %0, %1, 0, -1;\n@there add.u32 %0, %0, other;\n}" : "+r"(x) : "r"(far));
+}
+
 // A cluster of CTAs that read and write each other's shared memory (compute capability 9.0 and above).
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -325,12 +331,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 // Of all lanes up to this one.
 template <typename N>
 __device__ __forceinline__ N warp_prefix(N x) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const N other = __shfl_up_sync(ALL_LANES, x, i);
-        if (lane >= i) x += other;
-    }
+    for (int i = 1; i < 32; i *= 2) add_from_before(x, i);
     return x;
 }
 // Over the four lanes that share a row of a fragment.

@@ -64,7 +64,8 @@ struct Sparse {
 
     __device__ __forceinline__ void clear_mask() {
         if constexpr (A::BUNDLE) return;
-        for (int i = threadIdx.x; i < A::MASK_WORDS; i += A::THREADS) page.mask[i] = 0;
+        static_assert(A::MASK_WORDS % 4 == 0, "it goes by 16 bytes");
+        for (int i = threadIdx.x; i < A::MASK_WORDS / 4; i += A::THREADS) reinterpret_cast<uint4*>(page.mask)[i] = make_uint4(0, 0, 0, 0);
     }
 
     // Fills the mask of the slice at hand, cleared before. A barrier has to follow. ranges: where Scales are those of whole
@@ -242,9 +243,11 @@ struct Sparse {
     template <bool FLIP>
     __device__ __forceinline__ bool select_pairs(int row, int warp, int lane, float& next) {
         unsigned high[EACH], top[PILES], keys[2 * PILES];
+        constexpr int NEXT = 32 / (D / 8) * TOKENS * A::ROW;  // from a lane's vector to its next one, in numbers
+        const typename P::Input* const first = vector_at(row, lane);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const uint4 x = *reinterpret_cast<const uint4*>(vector_at(row, i * 32 + lane));
+            const uint4 x = *reinterpret_cast<const uint4*>(first + i * NEXT);
             high[i] = best<FLIP>(best<FLIP>(x.x, x.y), best<FLIP>(x.z, x.w));
             top[i % PILES] = i < PILES ? high[i] : best<FLIP>(top[i % PILES], high[i]);
         }
@@ -302,8 +305,17 @@ struct Sparse {
         return true;
     }
 
-    // Takes the K largest of n listed keys with their places (all bits flipped where `flip` says so) and returns the next. A warp.
+    // Takes the K largest of n listed keys with their places, all different (all bits flipped where `flip` says so), and returns the next. A warp.
     __device__ __forceinline__ unsigned rank(const unsigned* list, int n, int row, int lane, unsigned flip) {
+        if (n <= 32) {  // there are few too many: the smallest are taken away one by one
+            unsigned mine = lane < n ? list[lane] : ~0u, least = __reduce_min_sync(ALL_LANES, mine);
+            for (; n > K + 1; --n) {
+                if (mine == least) mine = ~0u;
+                least = __reduce_min_sync(ALL_LANES, mine);
+            }
+            if (mine != least && mine != ~0u) take_place(row, (mine ^ flip) & 0xFFFFu);
+            return least;
+        }
         unsigned next = 0;
         for (int i = lane; i < n; i += 32) {
             const unsigned mine = list[i];

@@ -68,6 +68,12 @@ N* remote(N* mine, int rank) {
     return reinterpret_cast<N*>(here->cluster->blocks[rank].shared + (reinterpret_cast<unsigned char*>(mine) - here->shared));
 }
 
+template <typename N>
+void add_from_before(N& x, int far) {
+    const N other = __shfl_up_sync(~0u, x, far);
+    if (emulator::current->thread % 32 >= far) x += other;
+}
+
 // A round of posts ends when all bytes have come that somebody expects.
 inline emulator::Mail& mail_of(unsigned long long* box, int rank) {
     emulator::Block* here = emulator::current->block;
