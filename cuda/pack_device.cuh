@@ -152,6 +152,9 @@ __device__ __forceinline__ void copy_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Asks for 128 bytes.
+__device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // 16 bytes of a table that all read.
 __device__ __forceinline__ uint4 load_table(const uint4* p) { return __ldg(p); }
 

@@ -244,21 +244,19 @@ struct Lists {
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j) {
             const Words& words = batch.words[j];
-            unsigned place = words.before & 0xFFFFu, theirs = words.before >> 16;
+            unsigned number = lists_before + (words.before & 0xFFFFu), place = words.before & 0xFFFFu, theirs = words.before >> 16;
             if constexpr (PARTS == 2 && !P::VALUES) place += words.beyond;
-            unsigned number = lists_before + (words.before & 0xFFFFu);
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
-                const unsigned start = (j * WORDS + threadIdx.x % 32 * EACH + k) * 32;
                 // Lanes of values take turns: after two of one half come two of the other, and a lane has eight bits.
                 const unsigned low = __popc(words.theirs[k] & 0xFFFFu), high = __popc(words.theirs[k] >> 16);
-                for (unsigned left = words.mine[k]; left; left &= left - 1, ++number, ++place) {
+                unsigned entry = (j * WORDS + threadIdx.x % 32 * EACH + k) * 32 | place << 16, upper = 0;
+                if constexpr (PARTS == 2 && P::VALUES) entry += (theirs + (second ? low : 0)) << 16, upper = (second ? high : low) << 16;
+                for (unsigned left = words.mine[k]; left; left &= left - 1, ++number, entry += 1 << 16) {
                     const unsigned bit = __ffs(static_cast<int>(left)) - 1;
-                    unsigned at = place;
-                    if constexpr (PARTS == 2 && P::VALUES) at += theirs + (bit < 16 ? (second ? low : 0) : low + (second ? high : 0));
-                    if (number < static_cast<unsigned>(QUEUE)) queue[number] = (start + bit) | at << 16;
+                    if (number < static_cast<unsigned>(QUEUE)) queue[number] = entry + bit + (bit < 16 ? 0 : upper);
                 }
-                theirs += low + high;
+                place += __popc(words.mine[k]), theirs += low + high;
             }
             lists_before += words.ours;
         }

@@ -169,14 +169,15 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         size = c.shared(store, per_cta, threads, cluster)
         # Sums over channels, and the search for a token's outliers, keep more registers busy.
         most = 512 if fmt.rotate or fmt.sketch else 1024
-        blocks = max(1, min(whole // (size + 1024), most // threads, 3 if select == "TOKEN" else 4))
+        blocks = max(1, min(whole // (size + 1024), most // threads, 4))
         return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
 
     def work(p: Plan) -> tuple[int, ...]:
-        # Small enough for three CTAs on an SM, then least work beside the numbers: angles and scales of each CTA.
+        # Small enough for several CTAs on an SM, whole tiles if that leaves two, then least work beside the numbers: angles
+        # and scales of each CTA. Where CTAs agree about outliers more than three gain nothing (measured).
         beside = p.ctas * (p.tokens * rope_dim // 2 * 80 + p.heads * shape.d * 20)
-        crowd = min(3, whole // (p.shared + 1024))
-        return (-crowd, beside, p.ctas)
+        crowd = min(3 if fmt.sparse else 4, whole // (p.shared + 1024))
+        return (crowd < 2, p.tokens < TILE, -crowd, beside, p.ctas)
 
     agreeing = [c for c in cuts if clusters and 1 < c.slices <= CLUSTER_LIMIT]
     apart = [made(c, c.slices, "SHARED") for c in (agreeing if fmt.sparse else cuts)]

@@ -55,6 +55,7 @@ inline void copy16(void* to, const void* from) {
     }
     std::memcpy(to, from, 16);
 }
+inline void prefetch(const float*) {}
 inline void copy_wait() {}
 inline void copy_commit() {}
 template <int PENDING>

@@ -192,7 +192,8 @@ def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
     geometry = PageGeometry.of(Format(32, Dense(2, "token"), part), h_kv, d, side)
     plan = pack_units.plan(geometry, None, torch.float16, arch)
     assert plan.cluster == (arch == "sm_90a")
-    assert (plan.tokens == 8) == half_tiles
+    # CTAs that may split heads have whole tiles of some.
+    assert (plan.tokens == 8) == (half_tiles and (part is ENDS or not plan.cluster))
     check_prompt(geometry, SIDES[0][2], torch.float16, arch, "full", pages=1)
 
 
