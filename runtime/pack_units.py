@@ -173,8 +173,8 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)
 
     def work(p: Plan) -> tuple[int, ...]:
-        # Small enough for several CTAs on an SM, whole tiles if that leaves two, then least work beside the numbers: angles
-        # and scales of each CTA. Where CTAs agree about outliers more than three gain nothing (measured).
+        # Small enough for several CTAs on an SM, whole tiles if that leaves two, then least work beside the numbers:
+        # angles and scales of each CTA. Where CTAs agree about outliers more than three gain nothing (measured).
         beside = p.ctas * (p.tokens * rope_dim // 2 * 80 + p.heads * shape.d * 20)
         crowd = min(3 if fmt.sparse else 4, whole // (p.shared + 1024))
         return (crowd < 2, p.tokens < TILE, -crowd, beside, p.ctas)
