@@ -59,7 +59,7 @@ struct Packer {
                     return false;
                 });
             }
-            if constexpr (S::RANK > 0 && !A::LEFT_AT_ONCE) write_residual();
+            if constexpr (S::RANK > 0) write_residual();
             if constexpr (S::SKETCH > 0 && S::RANK == 0) {
                 Sketcher<S, P>(page).encode([&](float x, int row, int head, int channel) { return after_outliers(x, row, head, channel); });
             }
@@ -156,11 +156,13 @@ struct Packer {
         for (int i = threadIdx.x; i < A::TOKENS * A::HEADS * PIECES; i += A::THREADS) {
             const int channel = i % PIECES * 4, head = i / PIECES % A::HEADS, row = i / PIECES / A::HEADS;
             if (head >= page.heads) continue;
-            float x[4];
+            const long long place = (static_cast<long long>(page.launched) * A::T + A::token(page.slice, row)) * A::H + page.first_head + head;
+            float x[4], coded[4];
             page.numbers_at(x, row, head, channel);
+            if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[k] = after_outliers(x[k], row, head, channel + k);
-            *reinterpret_cast<float4*>(page.residual(row, head) + channel) = make_float4(x[0], x[1], x[2], x[3]);
+            for (int k = 0; k < 4; ++k) x[k] = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
+            *reinterpret_cast<float4*>(page.params.residual + place * A::D + channel) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 };

@@ -240,6 +240,27 @@ struct Dense {
         return add(factor.y, mul(scale, values()[search()(normalized(x, factor))]));
     }
 
+    // The same of four channels, the first a multiple of four.
+    __device__ __forceinline__ void decoded(float (&y)[4], const float (&x)[4], int row, int head, int channel) const {
+        if constexpr (S::BANDED > 0 || S::SCALES == Scales::CHANNEL_BUNDLE || (S::SCALES == Scales::TOKEN && !A::SPANS && S::SCALE_CHANNELS < 4)) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[i] = decoded(x[i], row, head, channel + i);
+        } else {
+            const int at = index(row, head, channel);
+            if constexpr (S::SCALES == Scales::CHANNEL_PAGE) {
+                const float4 first = reinterpret_cast<const float4*>(factors + at)[0], second = reinterpret_cast<const float4*>(factors + at)[1];
+                const float4 scale = *reinterpret_cast<const float4*>(scales + at);
+                y[0] = nearest(x[0], make_float2(first.x, first.y), scale.x), y[1] = nearest(x[1], make_float2(first.z, first.w), scale.y);
+                y[2] = nearest(x[2], make_float2(second.x, second.y), scale.z), y[3] = nearest(x[3], make_float2(second.z, second.w), scale.w);
+            } else {
+                const float2 factor = factors[at];
+                const float scale = scales[at];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) y[i] = nearest(x[i], factor, scale);
+            }
+        }
+    }
+
     // ---- codes of a width by band ----
 
     static __device__ __forceinline__ int band_of(int channel) { return P::VALUES ? channel / 32 : channel % (D / 2) / 16; }
@@ -324,54 +345,24 @@ struct Dense {
             look(Part<FIRST>(), outside, row, head, channel);
         } else {
             const int on = run * (P::VALUES ? 64 : 32);  // of the run's first group of scales
-            const int at = S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel);
-            const auto place_of = [&](int k) { return REGULAR ? at + scales_on(FIRST + k) : index(row + Order::rows_on(FIRST + k), head, channel + Order::channels_on(FIRST + k)); };
+            const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
             add_codes<FIRST>(search, words, [&](int k) {
+                const int i = FIRST + k;
                 if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
-                return normalized(x[k], factors[place_of(k)]);
-            }, [&](const int (&places)[AT_ONCE]) {
-                if constexpr (A::LEFT_AT_ONCE) leave<FIRST>(search, x, places, place_of, row, head, channel);
+                return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
             });
             look(Part<FIRST>(), x, row, head, channel);
         }
     }
 
-    // What the codes leave of numbers FIRST ... of a run, where low-rank factors are found of it.
-    template <int FIRST, class PlaceOf>
-    __device__ __forceinline__ void leave(const Codes& search, const float (&x)[AT_ONCE], const int (&places)[AT_ONCE], PlaceOf place_of, int row, int head, int channel) const {
-        using Order = typename A::Order;
-        if (!page.params.residual) return;
-        float* to = page.residual(row, head) + channel;
-        const int numbers = shared_address(values()) - search.origin();
-        float left[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            const int at = place_of(k);
-            const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + at] : scales[at];
-            left[k] = sub(x[k], add(factors[at].y, mul(scale, load_shared(numbers + places[k]))));
-        }
-        // Runs of keys have two neighbours each, those of values one number of eight lanes each: 32 bytes of a warp either way.
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k += P::VALUES ? 1 : 2) {
-            float* there = to + Order::tokens_on(FIRST + k) * (A::H * D) + Order::channels_on(FIRST + k);
-            if constexpr (P::VALUES) *there = left[k];
-            else *reinterpret_cast<float2*>(there) = make_float2(left[k], left[k + 1]);
-        }
-    }
-
-    // The same from normalized(k), number FIRST + k. seen: is told where codes were found.
+    // The same from normalized(k), number FIRST + k.
     template <int FIRST, class Normalized>
     static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized) {
-        add_codes<FIRST>(search, words, normalized, [](const int (&)[AT_ONCE]) {});
-    }
-    template <int FIRST, class Normalized, class Seen>
-    static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized, Seen seen) {
         float x[AT_ONCE];
         int places[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) x[k] = normalized(k);
         search.find(x, places);
-        seen(places);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int i = A::Order::code(FIRST + k, BITS), shift = Run::STRIDE * (i % Run::PER_WORD);

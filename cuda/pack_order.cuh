@@ -28,8 +28,6 @@ struct SliceOrder {
     static __device__ __forceinline__ constexpr int rows_on(int i) { return VALUES ? i / 4 % 2 * FAR + i % 2 : i / 2 % 2 * FAR; }
     static __device__ __forceinline__ constexpr int channels_on(int i) { return VALUES ? i / 8 * 16 + i / 2 % 2 * 8 : i / 4 % 2 * (D / 2) + i / 8 * 8 + i % 2; }
 
-    static __device__ __forceinline__ constexpr int tokens_on(int i) { return VALUES ? i / 4 % 2 * 8 + i % 2 : i / 2 % 2 * 8; }  // in the page
-
     // Which code of its run number i of a run has: the order of a step's codes depends on their width, and on how they are taken out of words.
     static __device__ __forceinline__ constexpr int code(int i, int bits) {
         const int half = i / 4 % 2, upper = i / 2 % 2, e = i % 2, rows = bits == 2 ? half * 4 + e * 2 + upper : upper * 4 + half * 2 + e;

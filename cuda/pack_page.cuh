@@ -118,7 +118,6 @@ struct Shape {
     // Whether a token's outliers are found from pairs: vectors of eight numbers, those of a lane, pairs of piles (Sparse::select_pairs).
     static constexpr int VECTORS = HEADS * D / 8, VECTORS_EACH = VECTORS / 32, PILES = (P::PER_END + 48) / 48;
     static constexpr bool PAIRED = P::SELECT == Select::TOKEN && AS_THEY_CAME && VECTORS % 32 == 0 && VECTORS_EACH >= PILES && VECTORS_EACH <= 20 && P::PER_END <= 64;
-    static constexpr bool LEFT_AT_ONCE = S::RANK > 0 && S::BITS > 0 && !SPARSE;  // what codes leave is written as they are found
     static constexpr bool CHECKED = FUSED || PAIRED;  // numbers that are not finite are met among outliers
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
@@ -246,10 +245,6 @@ struct Page {
 
     __device__ __forceinline__ unsigned char* head_page(int head) const {
         return params.heads + (static_cast<long long>(id) * A::H + head) * S::HEAD_BYTES;
-    }
-    // Where what is left of a token and head of the slice goes, D numbers.
-    __device__ __forceinline__ float* residual(int row, int head) const {
-        return params.residual + ((static_cast<long long>(launched) * A::T + A::token(slice, row)) * A::H + first_head + head) * A::D;
     }
     __device__ __forceinline__ unsigned char* record() const { return params.records + static_cast<long long>(id) * S::RECORD_BYTES; }
 
