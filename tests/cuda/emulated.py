@@ -60,7 +60,7 @@ def _gcc(*options: str) -> None:
 
 def build(unit: Unit, races: bool = False) -> ctypes.CDLL:
     """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`. races: it finds those in shared
-    memory of CTAs without a cluster (tests/cuda/races.h), and `races_found()` says how many."""
+    memory, of a cluster's last CTA (tests/cuda/races.h), and `races_found()` says how many."""
     cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
     at_once = cluster[1] if cluster else 1
     runs = "".join(

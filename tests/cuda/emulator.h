@@ -76,10 +76,8 @@ void add_from_before(N& x, int far) {
 }
 
 // A round of posts ends when all bytes have come that somebody expects.
-inline emulator::Mail& mail_of(unsigned long long* box, int rank) {
-    emulator::Block* here = emulator::current->block;
-    return here->cluster->blocks[rank].mail[static_cast<unsigned>(reinterpret_cast<unsigned char*>(box) - here->shared)];
-}
+inline unsigned place_of(unsigned long long* box) { return static_cast<unsigned>(reinterpret_cast<unsigned char*>(box) - emulator::current->block->shared); }
+inline emulator::Mail& mail_of(unsigned long long* box, int rank) { return emulator::current->block->cluster->blocks[rank].mail[place_of(box)]; }
 inline void deliver(emulator::Mail& mail, int expected, int come) {
     mail.expected += expected, mail.come += come, mail.known |= expected > 0;
     ++emulator::progress;
@@ -92,10 +90,12 @@ inline void expect_posts(unsigned long long* box, int bytes) { deliver(mail_of(b
 template <typename N>
 void post(N* to, N x, unsigned long long* box, int rank) {
     *remote(to, rank) = x;
+    SIGNPOST_POSTED(remote(to, rank), sizeof(N), place_of(box), mail_of(box, rank).rounds);
     deliver(mail_of(box, rank), 0, sizeof(N));
 }
 inline void await_posts(unsigned long long* box, unsigned round) {
     while (mail_of(box, emulator::current->block->rank).rounds <= round) emulator::wait();
+    SIGNPOST_OPENED(place_of(box), round + 1);
 }
 
 template <typename Half>

@@ -220,7 +220,7 @@ void launch(Kernel kernel, int blocks, int sequences, int layers, int threads, i
                 block.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.memory.get()) + 127) / 128 * 128);
                 block.cluster = &cluster;
 #ifdef SIGNPOST_RACES
-                races::start(block.shared, shared_bytes);
+                races::start(&block, block.shared, shared_bytes);
 #endif
                 for (int t = 0; t < threads; ++t) {
                     fibers[i * threads + t].thread = t;
@@ -263,7 +263,8 @@ void launch(Kernel kernel, int blocks, int sequences, int layers, int threads, i
 
 #ifdef SIGNPOST_RACES
 inline void emulator::met(Barrier& barrier) {
-    if (&barrier != &warp().barrier) races::join(barrier.warps);
+    if (&barrier == &current->block->cluster->barrier) races::join(~0u);
+    else if (&barrier != &warp().barrier && current->block == races::watched) races::join(barrier.warps);
     barrier.warps = 0;
 }
 #define SIGNPOST_ARRIVES(come) races::arrive((come).clock[0], emulator::current->thread / 32)
@@ -273,6 +274,8 @@ inline void emulator::met(Barrier& barrier) {
 #define SIGNPOST_AWAITED(come)
 #define SIGNPOST_ATOMIC
 #define SIGNPOST_SEEN(address, size, kind)
+#define SIGNPOST_POSTED(address, size, box, round)
+#define SIGNPOST_OPENED(box, rounds)
 inline void emulator::met(Barrier&) {}
 #endif
 

@@ -4,12 +4,14 @@
 // Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by __syncwarp and by what of hardware runs in
 // lockstep: shuffles, votes, matrix products and, since lanes exchange their addresses, loads of matrices: who forgets to meet before one of
 // these is not found. Atomic operations are not looked at (SIGNPOST_ATOMIC). From when an asynchronous copy is asked for until it is waited for,
-// nobody else may touch where it writes.
+// nobody else may touch where it writes. Of a cluster one block is watched, the last one, and what its own threads do; what others post to it may be
+// touched by warps that have awaited it, or have met one that has since.
 #pragma once
 
 #include <dlfcn.h>
 
 #include <array>
+#include <map>
 
 #define SIGNPOST_ATOMIC __attribute__((no_sanitize("thread")))
 #define SIGNPOST_UNSEEN __attribute__((no_sanitize("thread"), noinline))
@@ -27,6 +29,7 @@ struct Access {
 struct Byte {
     Access write;
     bool copied = false;              // now: by an asynchronous copy
+    unsigned box = 0, round = 0;      // of who posted it last: one more than where its mailbox is, or 0
     std::array<Access, WARPS> reads;  // the last one of each warp; lane 255: of several lanes since the warp met
 };
 
@@ -36,9 +39,13 @@ inline const unsigned char* begin = nullptr;  // of what is watched
 inline size_t length = 0;
 inline int found = 0;
 inline bool looking = false;
+inline const void* watched = nullptr;                                // the block
+inline std::map<unsigned, std::array<unsigned, WARPS>> opened;       // of each mailbox, by one more than where it is: rounds that a warp has awaited
 
-SIGNPOST_UNSEEN inline void start(const unsigned char* shared, size_t size) {
+SIGNPOST_UNSEEN inline void start(const void* block, const unsigned char* shared, size_t size) {
     looking = true;
+    watched = block;
+    opened.clear();
     begin = shared, length = size;
     bytes.assign(size, Byte());
     for (int w = 0; w < WARPS; ++w) {
@@ -60,6 +67,33 @@ SIGNPOST_UNSEEN inline void join(uint32_t warps) {
         clocks[w] = all;
         ++clocks[w][w];
     }
+    const bool was = looking;
+    looking = true;
+    for (auto& each : opened) {
+        unsigned most = 0;
+        for (int w = 0; w < WARPS; ++w) most = warps >> w & 1 && each.second[w] > most ? each.second[w] : most;
+        for (int w = 0; w < WARPS; ++w) each.second[w] = warps >> w & 1 ? most : each.second[w];
+    }
+    looking = was;
+}
+
+// Somebody has posted something; a warp has awaited so many rounds.
+SIGNPOST_UNSEEN inline void posted(const void* address, size_t size, unsigned box, unsigned round) {
+    const unsigned char* at = static_cast<const unsigned char*>(address);
+    if (at < begin || at >= begin + length) return;
+    looking = true;
+    for (size_t i = at - begin; i < at - begin + size; ++i) {
+        bytes[i] = Byte();
+        bytes[i].box = box + 1, bytes[i].round = round;
+    }
+    looking = false;
+}
+SIGNPOST_UNSEEN inline void open(const void* block, unsigned box, unsigned rounds, int warp) {
+    if (block != watched) return;
+    looking = true;
+    unsigned& mine = opened[box + 1][warp];
+    mine = mine < rounds ? rounds : mine;
+    looking = false;
 }
 
 // A warp has come to where others wait for it later; has waited for them.
@@ -94,6 +128,7 @@ SIGNPOST_UNSEEN inline void access(const void* address, size_t size, Kind kind, 
     const Access now{clocks[warp][warp], meeting, static_cast<uint8_t>(warp), static_cast<uint8_t>(lane)};
     for (size_t i = from - begin; i < from - begin + size && i < bytes.size(); ++i) {
         Byte& byte = bytes[i];
+        if (byte.box && opened[byte.box][warp] <= byte.round) report("before post has been awaited:", i, byte.write, warp, lane, pc);
         if (byte.copied && kind != Kind::COPY_ENDS) report("during a copy to", i, byte.write, warp, lane, pc);
         if (kind == Kind::COPY_BEGINS || kind == Kind::COPY_ENDS) byte.copied = kind == Kind::COPY_BEGINS;
         if (!ordered(byte.write, warp, lane, meeting)) report(write ? "two writes of" : "a read after a write of", i, byte.write, warp, lane, pc);
@@ -117,7 +152,7 @@ SIGNPOST_UNSEEN inline void access(const void* address, size_t size, Kind kind, 
 namespace emulator {
 SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, races::Kind kind, void* pc) {
     const unsigned char* at = static_cast<const unsigned char*>(address);
-    if (races::looking || at < races::begin || at >= races::begin + races::length) return;  // what is called from here is instrumented too
+    if (races::looking || at < races::begin || at >= races::begin + races::length || current->block != races::watched) return;  // what is called from here is instrumented too
     races::looking = true;
     races::access(address, size, kind, current->thread, current->block->warps[current->thread / 32].barrier.generation, pc);
     races::looking = false;
@@ -125,6 +160,8 @@ SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, races::Kind k
 }  // namespace emulator
 
 #define SIGNPOST_SEEN(address, size, kind) emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0))
+#define SIGNPOST_POSTED(address, size, box, round) races::posted(address, size, box, round)
+#define SIGNPOST_OPENED(box, rounds) races::open(emulator::current->block, box, rounds, emulator::current->thread / 32)
 #define SIGNPOST_SEES(name, size, kind) \
     extern "C" SIGNPOST_UNSEEN void __tsan_##name(void* address) { emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0)); }
 SIGNPOST_SEES(read1, 1, READ)

@@ -55,11 +55,12 @@ for _name in ("sinf", "cosf"):
 class Emulated:
     """`runtime.pack.Packer` without a GPU."""
 
-    def __init__(self, codec, rotation, dtype, arch):
+    def __init__(self, codec, rotation, dtype, arch, races=False):
         geometry = codec.geometry
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
         self.plan = pack_units.plan(geometry, rope, dtype, arch)
-        self.kernel = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch)).kernel("pack")
+        self.module = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch), races)
+        self.kernel = self.module.kernel("pack")
         self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
         self.status = torch.zeros(1, dtype=torch.int32)
         self.params = Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
@@ -92,16 +93,16 @@ def loose(geometry: PageGeometry) -> list[str]:
     return [name for name in ("norm", "outlier_norm") if name in geometry.fields]
 
 
-def made(geometry: PageGeometry, rope: Rope, dtype, arch):
+def made(geometry: PageGeometry, rope: Rope, dtype, arch, races=False):
     shape = geometry.shape
     codec = Codec(geometry, exact_tensors(geometry.format, shape.h_kv, shape.d))
     inv_freq = (10000.0 ** -(np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
     rotation = HostRotation(rope, inv_freq)
-    return codec, rotation, Emulated(codec, rotation, dtype, arch)
+    return codec, rotation, Emulated(codec, rotation, dtype, arch, races)
 
 
-def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1):
-    codec, rotation, packer = made(geometry, rope, dtype, arch)
+def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1, races=False):
+    codec, rotation, packer = made(geometry, rope, dtype, arch, races)
     shape, sinks = geometry.shape, geometry.format.window.sinks
     n = sinks + (first_page + pages) * shape.t + 3
     x = numbers(kind, (b, n, shape.h_kv, shape.d), 1, dtype)
@@ -119,6 +120,7 @@ def check_prompt(geometry, rope, dtype, arch, kind, b=1, pages=2, first_page=1):
     assert packer.status.item() == 0
     problems = differences(got, wanted, [] if geometry.format.lowrank else loose(geometry))
     assert not problems, f"{packer.plan}\n" + "\n".join(problems)
+    return packer
 
 
 OTHERS = ["smooth", "equal", "huge"]
@@ -195,6 +197,35 @@ def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
     # CTAs that may split heads have whole tiles of some.
     assert (plan.tokens == 8) == (half_tiles and (part is ENDS or not plan.cluster))
     check_prompt(geometry, SIDES[0][2], torch.float16, arch, "full", pages=1)
+
+
+KEYS = Format(32, Dense(4, "channel", scales="bundle"), Sparse(0.02, "channel", "bundle"), domain="pre_rope")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(
+    "fmt, side, h_kv, d",
+    [
+        (KEYS, "key", 16, 128),  # two CTAs share sines
+        (Format(32, Dense(3, "token"), ENDS), "value", 4, 64),
+        (Format(32, Dense(2, "token"), ENDS), "value", 11, 256),  # halves of tiles
+        (Format(32, Dense(2, "token"), SOME), "key", 4, 64),
+    ],
+    ids=["keys", "values", "halves", "limited"],
+)
+def test_no_races(fmt, side, h_kv, d, arch):
+    """Where CTAs post each other what they count, and where one has all of a page."""
+    packer = check_prompt(
+        PageGeometry.of(fmt, h_kv, d, side),
+        Rope(d, "half", 1.0, "default"),
+        torch.float16,
+        arch,
+        "smooth",
+        1,
+        1,
+        races=True,
+    )
+    assert packer.module.races_found() == 0
 
 
 FEW = SIDES[-6:] + [
