@@ -3,7 +3,8 @@
 // Bytes: every number is read once (2), 0.25 to 0.6 are written. Operations: see docs/packing.md.
 //
 // The order of work on a page: numbers come to shared memory (rotary embedding is undone, means are taken off, vectors rotated);
-// outliers are found, limited and counted; the CTAs of the page agree where each tile's list begins; scales; codes; corrections;
+// outliers are found and counted, with codes where these do not depend on it; else scales and codes follow; corrections. What the CTAs of a page count
+// they need to know of each other when lists are written, or, where outliers may have no room and scales depend on which have, before there are scales;
 // the sketch of what is left. What a low-rank part is to factorize is written out as `residual`, and the kernels of
 // pack_factors.cuh go on from there.
 #pragma once

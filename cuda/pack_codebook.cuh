@@ -11,7 +11,7 @@ namespace signpost {
 template <int BITS>
 struct Search {
     static constexpr int TABLE_BYTES = 0;
-    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1 (runtime/pack_bins.py)
+    int tree;  // address: node k has children 2 k and 2 k + 1, the root is 1 (runtime/pack_codebook.py)
     float top, low, high;
 
     __device__ __forceinline__ Search(const float* nodes, const unsigned char*) : tree(shared_address(nodes)), top(nodes[1]) {
@@ -38,7 +38,7 @@ struct Search {
     __device__ __forceinline__ int operator()(float x) const { return (place(x) - origin()) / 4; }
 };
 
-// Bins of equal width (runtime/pack_bins.py makes them): a number's bin says how many edges lie below all of the bin, and one comparison with the
+// Bins of equal width (runtime/pack_codebook.py makes them): a number's bin says how many edges lie below all of the bin, and one comparison with the
 // next edge settles the code. Which bin a number close to a boundary falls into is rounding's, so bins know what is below whichever it is. The
 // table's 128 bytes lie in as many banks as 32 lanes can ask for, like the edges; codebooks that need 256 meet at most twice.
 struct BinsHead {

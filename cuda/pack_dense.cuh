@@ -56,7 +56,7 @@ struct Dense {
         if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) scales[i] = scale;
     }
 
-    // The same of the bundle's scales, which belong to the slice's heads.
+    // Asks for the bundle's scales, which belong to the slice's heads; they are awaited like the codebook.
     __device__ __forceinline__ void load_scales() {
         constexpr int OF_A_HEAD = D * (A::TOGETHER ? 16 : 8);
         copy_table<HEADS * OF_A_HEAD>(L::FACTORS_AT, page.params.factors + page.first_head * OF_A_HEAD, page.heads * OF_A_HEAD);

@@ -102,7 +102,7 @@ struct Shape {
     static constexpr bool TOGETHER = FUSED && P::SELECT == Select::CHANNEL_BUNDLE && S::BANDED == 0;  // a channel's scale, zero point and bounds are read at once
     using Order = SliceOrder<D, TOKENS, P::VALUES != 0, S::MASKED != 0>;
     static constexpr int MASK_WORDS = HEADS * TOKENS * D / 32;  // of a slice's outliers
-    static constexpr int TILES = T / TILE, BLOCKS = TILES * Order::STEPS;  // per head of a page
+    static constexpr int TILES = T / TILE;      // per head of a page
     static constexpr int LISTS = H * TILES;              // of a page
     static constexpr bool TURNS_POSTED = S::ROPE_DIM > 0 && P::CLUSTER && HEAD_SLICES > 1 && TOKENS % HEAD_SLICES == 0;  // CTAs with the same tokens share what turns them
     static constexpr bool MASKS_POSTED = SPARSE && P::CLUSTER && Order::PARTS == 2;

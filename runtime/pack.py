@@ -21,7 +21,7 @@ from torch import Tensor
 
 from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
-from runtime import jit, pack_bins, pieces
+from runtime import jit, pack_codebook, pieces
 from runtime.codec import Codec, PagePool
 from runtime.fragments import fragments
 from runtime.jit import KernelError
@@ -412,7 +412,7 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
     found: dict[str, Tensor] = {}
     if fmt.dense:
         values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
-        found["codebook"] = pack_bins.codebook(values.float(), dense.edges(fmt.dense, values, tables).float())
+        found["codebook"] = pack_codebook.codebook(values.float(), dense.edges(fmt.dense, values, tables).float())
     found |= {name: tables[name].float() for name in ("scale", "mean") if name in tables}
     most = torch.finfo(torch.float32).max  # bounds beyond which every number that is not finite lies, NaN included
     found |= {name: tables[name].float().clamp(-most, most) for name in ("lower", "upper") if name in tables}

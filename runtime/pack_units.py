@@ -12,7 +12,7 @@ import torch
 from artifacts import Bundle, PageGeometry, Rope
 from artifacts.order import TILE
 from artifacts.parts.banded import BAND
-from runtime import pack_bins
+from runtime import pack_codebook
 from runtime.jit import KernelError, Unit
 from runtime.keep import keep_unit
 from runtime.pack_factors import factor_unit
@@ -109,7 +109,7 @@ class _Cut:
         size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
         size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
-        size += pack_bins.BYTES if fmt.dense and fmt.dense.bits in pack_bins.WIDTHS else 0
+        size += pack_codebook.BYTES if fmt.dense and fmt.dense.bits in pack_codebook.WIDTHS else 0
         size += self.heads * d // BAND * BAND_TREE if fmt.banded else 0
         size += _align(8 * self.scales)
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
@@ -167,7 +167,7 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
         per_end = fmt.sparse.per_end(shape) if fmt.sparse and online else 0
         cluster = clusters and ctas > 1
         size = c.shared(store, per_cta, threads, cluster)
-        # Sums over channels, and the search for a token's outliers, keep more registers busy.
+        # Sums over channels keep more registers busy.
         most = 512 if fmt.rotate or fmt.sketch else 1024
         blocks = max(1, min(whole // (size + 1024), most // threads, 4))
         return Plan(select, per_end, slots, c.tokens, c.heads, ctas, cluster, store, threads, blocks, size, workspace)

@@ -179,27 +179,12 @@ inline unsigned short load_global16(const void* p) { return *static_cast<const u
 template <int BYTES>
 void copy_async(unsigned to, const void* from, bool there = true) {
     if (!there) return;
-    if (to % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES) {
-        std::fprintf(stderr, "copy_async: not aligned\n");
-        std::abort();
-    }
-    emulator::current->copies.push_back({shared_memory() + to, from, BYTES});
-    SIGNPOST_SEEN(shared_memory() + to, BYTES, COPY_BEGINS);
+    emulator::ask_copy(shared_memory() + to, from, BYTES);
 }
-inline void copy_commit() {
-    emulator::current->pending.push_back(std::move(emulator::current->copies));
-    emulator::current->copies.clear();
-}
+inline void copy_commit() { emulator::commit_copies(); }
 template <int PENDING>
 void copy_wait() {
-    auto& pending = emulator::current->pending;
-    while (pending.size() > PENDING) {
-        for (const emulator::Copy& copy : pending.front()) {
-            std::memcpy(copy.to, copy.from, copy.bytes);
-            SIGNPOST_SEEN(copy.to, copy.bytes, COPY_ENDS);
-        }
-        pending.erase(pending.begin());
-    }
+    emulator::await_copies(PENDING);
 }
 
 template <int OFFSET>

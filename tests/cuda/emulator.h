@@ -48,21 +48,25 @@ inline float saturated_product(float a, float b, float c) {
     return y > 0.0f ? std::min(y, 1.0f) : 0.0f;
 }
 inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
-inline void copy16(void* to, const void* from) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
-        std::fprintf(stderr, "copy16: not aligned\n");
-        std::abort();
-    }
-    std::memcpy(to, from, 16);
-}
+inline void copy16(void* to, const void* from) { emulator::ask_copy(to, from, 16); }
 inline void prefetch(const float*) {}
-inline void copy_wait() {}
-inline void copy_commit() {}
+inline void copy_commit() { emulator::commit_copies(); }
 template <int PENDING>
-void copy_pending() {}
+void copy_pending() {
+    emulator::await_copies(PENDING);
+}
+inline void copy_wait() {
+    copy_commit();
+    copy_pending<0>();
+}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
-inline void cluster_arrive() {}
-inline void cluster_await() { cluster_sync(); }
+inline void cluster_arrive() {
+    if (std::exchange(emulator::current->arrived, true)) std::fprintf(stderr, "a thread comes twice to where its cluster meets\n"), std::abort();
+}
+inline void cluster_await() {
+    if (!std::exchange(emulator::current->arrived, false)) std::fprintf(stderr, "a thread waits for its cluster without having come\n"), std::abort();
+    cluster_sync();
+}
 template <typename N>
 N* remote(N* mine, int rank) {
     emulator::Block* here = emulator::current->block;

@@ -8,6 +8,7 @@
 #include <csetjmp>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -122,6 +123,7 @@ struct Fiber {
     std::unique_ptr<unsigned char[]> stack;
     std::vector<Copy> copies;                // since the last group
     std::vector<std::vector<Copy>> pending;  // groups
+    bool arrived = false;                    // where its cluster meets, without having waited yet
 };
 
 struct Cluster {
@@ -278,6 +280,31 @@ inline void emulator::met(Barrier& barrier) {
 #define SIGNPOST_OPENED(box, rounds)
 inline void emulator::met(Barrier&) {}
 #endif
+
+namespace emulator {
+// Asynchronous copies: asked for; all since the last group made one; all groups but the newest ones awaited.
+inline void ask_copy(void* to, const void* from, int bytes) {
+    if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) {
+        std::fprintf(stderr, "a copy of %d bytes is not aligned\n", bytes);
+        std::abort();
+    }
+    current->copies.push_back({to, from, bytes});
+    SIGNPOST_SEEN(to, bytes, COPY_BEGINS);
+}
+inline void commit_copies() {
+    current->pending.push_back(std::move(current->copies));
+    current->copies.clear();
+}
+inline void await_copies(size_t but) {
+    auto& pending = current->pending;
+    for (; pending.size() > but; pending.erase(pending.begin())) {
+        for (const Copy& copy : pending.front()) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+            SIGNPOST_SEEN(copy.to, copy.bytes, COPY_ENDS);
+        }
+    }
+}
+}  // namespace emulator
 
 #define threadIdx (emulator::Index{emulator::current->thread, 0, 0})
 #define blockIdx (emulator::current->block->index)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from artifacts import codebooks
-from runtime import pack_bins
+from runtime import pack_codebook
 from runtime.parts.dense import signpost_steps
 
 INF = np.float32(np.inf)
@@ -29,8 +29,8 @@ def codes(table: np.ndarray, edges: np.ndarray, x: np.ndarray) -> np.ndarray:
 def check(edges: np.ndarray) -> int:
     """Numbers on and beside every edge and bin, and far from all; returns most edges of a bin."""
     edges = np.sort(edges).astype(np.float32)
-    table = pack_bins.table(torch.from_numpy(edges)).numpy()
-    assert table.shape == (pack_bins.BYTES,)
+    table = pack_codebook.table(torch.from_numpy(edges)).numpy()
+    assert table.shape == (pack_codebook.BYTES,)
     spread = np.linspace(edges[0], edges[-1], 2047, dtype=np.float32)
     x = np.concatenate([edges, spread, [0, 1, -1, 1e30, -1e30, INF, -INF]]).astype(np.float32)
     x = np.concatenate([x, np.nextafter(x, INF), np.nextafter(x, -INF)])
@@ -40,14 +40,14 @@ def check(edges: np.ndarray) -> int:
     return int(table[12:16].view(np.int32)[0])
 
 
-@pytest.mark.parametrize("bits", pack_bins.WIDTHS)
+@pytest.mark.parametrize("bits", pack_codebook.WIDTHS)
 @pytest.mark.parametrize("name", ["uniform", "normal_float", "lloyd"])
 def test_plain_codebooks(name, bits):
     values = codebooks.lloyd_max(bits, 128) if name == "lloyd" else getattr(codebooks, name)(bits)
     assert check(0.5 * (values[1:] + values[:-1])) == 1
 
 
-@pytest.mark.parametrize("bits", pack_bins.WIDTHS)
+@pytest.mark.parametrize("bits", pack_codebook.WIDTHS)
 @given(data=st.data())
 def test_different_signposts_have_an_edge_a_bin(bits, data):
     steps, n = signpost_steps(bits), 1 << bits
@@ -64,7 +64,7 @@ def test_any_edges(edges):
 @pytest.mark.parametrize("bits", [1, 2, 5, 8])
 def test_a_tree_finds_the_codes(bits):
     edges = torch.linspace(-1, 1, (1 << bits) - 1)
-    nodes = pack_bins.tree(edges)
+    nodes = pack_codebook.tree(edges)
     x = torch.cat([edges, torch.nextafter(edges, torch.tensor(INF)), torch.tensor([-2.0, 2.0])])
     at = torch.ones_like(x, dtype=torch.int64)
     for _ in range(bits):
@@ -76,10 +76,10 @@ def test_a_tree_finds_the_codes(bits):
 def test_a_codebook_as_shared_memory_has_it(bits):
     values = torch.linspace(-1, 1, 1 << bits)
     edges = 0.5 * (values[1:] + values[:-1])
-    found = pack_bins.codebook(values, edges)
+    found = pack_codebook.codebook(values, edges)
     room = -(-4 * len(values) // 16) * 16
-    assert len(found) == 2 * room + (pack_bins.BYTES if bits in pack_bins.WIDTHS else 0)
+    assert len(found) == 2 * room + (pack_codebook.BYTES if bits in pack_codebook.WIDTHS else 0)
     nodes, numbers = (found[i * room :][: 4 * len(values)].view(torch.float32) for i in range(2))
     assert torch.equal(numbers, values)
-    binned = bits in pack_bins.WIDTHS
-    assert torch.equal(nodes, torch.cat([edges, torch.tensor([INF])]) if binned else pack_bins.tree(edges))
+    binned = bits in pack_codebook.WIDTHS
+    assert torch.equal(nodes, torch.cat([edges, torch.tensor([INF])]) if binned else pack_codebook.tree(edges))
