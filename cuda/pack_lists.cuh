@@ -16,8 +16,8 @@ struct Lists {
     static constexpr int PARTS = Order::PARTS, LISTS = A::LISTS, QUEUE = L::QUEUE;
     static constexpr int WORDS = Order::STEPS * Order::BLOCK_WORDS;       // of the mask, of a list of the slice
     static constexpr int EACH = (WORDS + 31) / 32, OWN = QUEUE / 32;      // words of a lane, of a list; entries of the queue that it corrects
-    static constexpr int TOGETHER = EACH == 1 && A::HEADS * Order::TILES > A::WARPS ? 2 : 1;  // short lists that a warp goes through at once
-    static_assert(TOGETHER * WORDS * 32 <= 1 << 16 && (PARTS == 1 || Order::BLOCK_WORDS % EACH == 0), "an entry has a bit and a place; a lane's words are of one block");
+    static constexpr int LISTS_AT_ONCE = EACH == 1 && A::HEADS * Order::TILES > A::WARPS ? 2 : 1;  // short lists that a warp goes through at once
+    static_assert(LISTS_AT_ONCE * WORDS * 32 <= 1 << 16 && (PARTS == 1 || Order::BLOCK_WORDS % EACH == 0), "an entry has a bit and a place; a lane's words are of one block");
 
     Page<S, P>& page;
     unsigned* const counts;        // outliers of each list of the page [H][TILES][PARTS]
@@ -97,7 +97,7 @@ struct Lists {
     }
     // How many outliers of the page come before some of the slice's lists, and all. A warp.
     struct Sums {
-        unsigned start[TOGETHER], all;
+        unsigned start[LISTS_AT_ONCE], all;
     };
     __device__ __forceinline__ Sums sums(int list) const {
         Sums found = {};
@@ -108,11 +108,11 @@ struct Lists {
             const unsigned n = counts[i];
             found.all += n;
 #pragma unroll
-            for (int k = 0; k < TOGETHER; ++k) found.start[k] += i < page_list(list + k) * PARTS ? n : 0;
+            for (int k = 0; k < LISTS_AT_ONCE; ++k) found.start[k] += i < page_list(list + k) * PARTS ? n : 0;
         }
         found.all = __reduce_add_sync(ALL_LANES, found.all);
 #pragma unroll
-        for (int k = 0; k < TOGETHER; ++k) found.start[k] = __reduce_add_sync(ALL_LANES, found.start[k]);
+        for (int k = 0; k < LISTS_AT_ONCE; ++k) found.start[k] = __reduce_add_sync(ALL_LANES, found.start[k]);
         return found;
     }
 
@@ -229,7 +229,7 @@ struct Lists {
 
     // What a warp has found of its lists: corrections, some a lane, of their outliers from number `first` on, of `all`.
     struct Batch {
-        Words words[TOGETHER];
+        Words words[LISTS_AT_ONCE];
         unsigned first, all;
         unsigned place[OWN];  // in its list, and behind 16 bits which one
         unsigned char index[OWN];
@@ -242,7 +242,7 @@ struct Lists {
         const bool second = PARTS == 2 && A::part(page.slice) != 0;
         unsigned lists_before = 0u - batch.first;
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) {
+        for (int j = 0; j < LISTS_AT_ONCE; ++j) {
             const Words& words = batch.words[j];
             unsigned number = lists_before + (words.before & 0xFFFFu), place = words.before & 0xFFFFu, theirs = words.before >> 16;
             if constexpr (PARTS == 2 && !P::VALUES) place += words.beyond;
@@ -269,7 +269,7 @@ struct Lists {
         if (first == 0) {
             batch.all = 0;
 #pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
+            for (int j = 0; j < LISTS_AT_ONCE; ++j) {
                 batch.words[j] = look(list + j);
                 batch.all += batch.words[j].ours;
             }
@@ -296,17 +296,17 @@ struct Lists {
 #pragma unroll
         for (int k = 0; k < OWN; ++k) {
             if (!batch.has(k)) continue;
-            const unsigned which = batch.place[k] >> 16, place = (batch.place[k] & 0xFFFFu) + sums.start[TOGETHER > 1 && which ? TOGETHER - 1 : 0];
+            const unsigned which = batch.place[k] >> 16, place = (batch.place[k] & 0xFFFFu) + sums.start[LISTS_AT_ONCE > 1 && which ? LISTS_AT_ONCE - 1 : 0];
             record[S::INDEX + place] = batch.index[k];
             reinterpret_cast<F16*>(record + S::CORRECTION)[place] = batch.correction[k];
         }
     }
 
     // Indices and corrections of the slice's outliers, and where its lists begin. left(x, row, head, channel): what the codes leave of a number. agree(sums, list): all threads call it once, before they write
-    // and before they ask others' masks, else when they have found their first batches; finds the sums of a list, and says whether there are other outliers now. A warp takes a list, or TOGETHER.
+    // and before they ask others' masks, else when they have found their first batches; finds the sums of a list, and says whether there are other outliers now. A warp takes LISTS_AT_ONCE.
     template <class Left, class Agree>
     __device__ __forceinline__ void write(Left left, Agree agree) {
-        int list = threadIdx.x / 32 * TOGETHER;
+        int list = threadIdx.x / 32 * LISTS_AT_ONCE;
         Batch batch;
         Sums starts;
         bool found = false;
@@ -319,15 +319,15 @@ struct Lists {
         }
         while (list < slice_lists()) {
             const int lane = threadIdx.x % 32;
-            if (lane < TOGETHER && list + lane < slice_lists() && (PARTS == 1 || A::part(page.slice) == 0)) {
-                reinterpret_cast<unsigned*>(page.record() + S::START)[page_list(list + lane)] = starts.start[TOGETHER > 1 && lane ? TOGETHER - 1 : 0];
+            if (lane < LISTS_AT_ONCE && list + lane < slice_lists() && (PARTS == 1 || A::part(page.slice) == 0)) {
+                reinterpret_cast<unsigned*>(page.record() + S::START)[page_list(list + lane)] = starts.start[LISTS_AT_ONCE > 1 && lane ? LISTS_AT_ONCE - 1 : 0];
             }
             put(batch, starts);
             for (unsigned first = QUEUE; first < batch.all; first += QUEUE) {
                 find(batch, list, first, left);
                 put(batch, starts);
             }
-            list += A::WARPS * TOGETHER;
+            list += A::WARPS * LISTS_AT_ONCE;
             if (list < slice_lists()) {
                 find(batch, list, 0, left);
                 starts = sums(list);

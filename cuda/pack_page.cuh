@@ -282,7 +282,7 @@ struct Page {
         }
     }
 
-    // Sines and cosines of the slice's tokens. A thread has one pair's, whose frequency it was asked for at the beginning.
+    // Sines and cosines of the slice's tokens. A thread has those of one pair of channels, whose frequency was asked for at the beginning.
     static constexpr int PAIRS = S::ROPE_DIM / 2, ROWS_AT_ONCE = PAIRS ? A::THREADS / PAIRS : 1;
     static_assert(ROWS_AT_ONCE > 0, "a thread for each pair");
     __device__ __forceinline__ void ask_frequency() {
