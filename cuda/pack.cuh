@@ -44,8 +44,8 @@ struct Packer {
         bool known = false;
         if constexpr (A::SPARSE) known = find_outliers();
         for (int i = 0; i < A::SLICES_PER_CTA; ++i) {
-            if (!A::SPARSE && i == 0) end();
-            else if (!A::SPARSE || A::SLICES_PER_CTA > 1) bring(i);
+            if constexpr (!A::SPARSE) end();
+            else if constexpr (A::SLICES_PER_CTA > 1) bring(i);
             if constexpr (CODES && !A::FUSED) {
                 if constexpr (S::SCALES != Scales::CHANNEL_BUNDLE) {
                     if (!known) dense.find_scales();

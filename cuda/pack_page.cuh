@@ -122,7 +122,7 @@ struct Shape {
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
-    static_assert(P::CTAS == SLICES || P::CTAS == 1, "a CTA packs one slice or all");
+    static_assert(P::CTAS == SLICES || (P::CTAS == 1 && SPARSE), "a CTA packs one slice, or, where they have to agree, all");
     static_assert(CLUSTER_CTAS <= 8, "clusters of more than 8 CTAs are not portable");
     static_assert(!SPARSE || P::CLUSTER || P::CTAS == 1, "outliers of all slices share a list");
     static_assert(P::SELECT != Select::TOKEN || HEADS == H, "a token's outliers are found over all heads");

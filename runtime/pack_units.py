@@ -174,7 +174,7 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
 
     def work(p: Plan) -> tuple[int, ...]:
         # Small enough for several CTAs on an SM, whole tiles if that leaves two, then least work beside the numbers:
-        # angles and scales of each CTA. Where CTAs agree about outliers more than three gain nothing (measured).
+        # angles and scales of each CTA. Where CTAs agree about outliers larger slices are worth more than a fourth CTA.
         beside = p.ctas * (p.tokens * rope_dim // 2 * 80 + p.heads * shape.d * 20)
         crowd = min(3 if fmt.sparse else 4, whole // (p.shared + 1024))
         return (crowd < 2, p.tokens < TILE, -crowd, beside, p.ctas)

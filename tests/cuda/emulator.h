@@ -79,9 +79,9 @@ void add_from_before(N& x, int far) {
     if (emulator::current->thread % 32 >= far) x += other;
 }
 
-// A round of posts ends when all bytes have come that somebody expects.
 inline unsigned place_of(unsigned long long* box) { return static_cast<unsigned>(reinterpret_cast<unsigned char*>(box) - emulator::current->block->shared); }
 inline emulator::Mail& mail_of(unsigned long long* box, int rank) { return emulator::current->block->cluster->blocks[rank].mail[place_of(box)]; }
+// A round of posts ends when all bytes have come that somebody expects.
 inline void deliver(emulator::Mail& mail, int expected, int come) {
     mail.expected += expected, mail.come += come, mail.known |= expected > 0;
     ++emulator::progress;

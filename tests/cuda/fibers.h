@@ -8,13 +8,13 @@
 #include <csetjmp>
 #include <cmath>
 #include <cstdint>
-#include <utility>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ucontext.h>

@@ -199,35 +199,6 @@ def test_blocks_of_outliers_alone(side, part, h_kv, d, half_tiles, arch):
     check_prompt(geometry, SIDES[0][2], torch.float16, arch, "full", pages=1)
 
 
-KEYS = Format(32, Dense(4, "channel", scales="bundle"), Sparse(0.02, "channel", "bundle"), domain="pre_rope")
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
-@pytest.mark.parametrize(
-    "fmt, side, h_kv, d",
-    [
-        (KEYS, "key", 16, 128),  # two CTAs share sines
-        (Format(32, Dense(3, "token"), ENDS), "value", 4, 64),
-        (Format(32, Dense(2, "token"), ENDS), "value", 11, 256),  # halves of tiles
-        (Format(32, Dense(2, "token"), SOME), "key", 4, 64),
-    ],
-    ids=["keys", "values", "halves", "limited"],
-)
-def test_no_races(fmt, side, h_kv, d, arch):
-    """Where CTAs post each other what they count, and where one has all of a page."""
-    packer = check_prompt(
-        PageGeometry.of(fmt, h_kv, d, side),
-        Rope(d, "half", 1.0, "default"),
-        torch.float16,
-        arch,
-        "smooth",
-        1,
-        1,
-        races=True,
-    )
-    assert packer.module.races_found() == 0
-
-
 FEW = SIDES[-6:] + [
     side
     for i, side in enumerate(SIDES[:-6])

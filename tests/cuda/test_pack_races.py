@@ -1,0 +1,31 @@
+"""Races of packing kernels with outliers in shared memory (tests/cuda/races.h), in clusters and without. Needs g++."""
+
+import shutil
+
+import pytest
+import torch
+
+from artifacts import Dense, Format, PageGeometry, Rope, Sparse
+from tests.cuda.test_pack_emulated import ENDS, SOME, check_prompt
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+KEYS = Format(32, Dense(4, "channel", scales="bundle"), Sparse(0.02, "channel", "bundle"), domain="pre_rope")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(
+    "fmt, side, h_kv, d",
+    [
+        (KEYS, "key", 16, 128),  # two CTAs share sines
+        (Format(32, Dense(3, "token"), ENDS), "value", 4, 64),
+        (Format(32, Dense(2, "token"), ENDS), "value", 11, 256),  # halves of tiles
+        (Format(32, Dense(2, "token"), SOME), "key", 4, 64),
+    ],
+    ids=["keys", "values", "halves", "limited"],
+)
+def test_no_races(fmt, side, h_kv, d, arch):
+    """Where CTAs post each other what they count, and where one has all of a page."""
+    geometry, rope = PageGeometry.of(fmt, h_kv, d, side), Rope(d, "half", 1.0, "default")
+    packer = check_prompt(geometry, rope, torch.float16, arch, "smooth", pages=1, races=True)
+    assert packer.module.races_found() == 0
