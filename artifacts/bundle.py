@@ -23,6 +23,7 @@ from artifacts.errors import BundleError, BundleMismatchError, FormatError
 from artifacts.fields import PageShape, SideName, TensorSpec
 from artifacts.format import Format, LayerFormat, to_json
 from artifacts.geometry import CacheGeometry
+from artifacts.matrices import eight_bits
 from artifacts.model import WHOLE, ModelFingerprint, Split
 
 SCHEMA_VERSION = 1
@@ -40,7 +41,8 @@ class Bundle:
     recipe       name of the recipe that made it (for people; nothing depends on it)
     model        the model's fingerprint
     layers       formats, one entry per layer; None: in full precision
-    tensors      `layers.<l>.<key|value>.<name>` as the formats declare them, and `rope.inv_freq`
+    tensors      `layers.<l>.<key|value>.<name>` as the formats declare them, and `rope.inv_freq`; rotations and
+                 sketches are taken in eight bits (`eight_bits`)
     calibration  provenance: data source and hash, samples, seed, package versions; plain JSON data
     evaluation   measured quality, or None; plain JSON data
     split        which share of the kv heads this is, if a slice (`shard`): in memory only, files hold whole bundles
@@ -65,6 +67,7 @@ class Bundle:
             raise FormatError(f"tensor {extra[0]} is not declared by any format ({len(extra)} in all)")
         for name, spec in expected.items():
             _check_tensor(name, self.tensors[name], spec)
+        object.__setattr__(self, "tensors", _taken_coarse(self.tensors, expected))
         for layer, formats in enumerate(self.layers):
             for side in SIDES if formats else ():
                 self._check_side(layer, side, getattr(formats, side))
@@ -198,6 +201,19 @@ def seal(manifest: Mapping[str, Any]) -> str:
     for chunk in strict_json.chunks(content):
         digest.update(chunk.encode())
     return digest.hexdigest()
+
+
+def _taken_coarse(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> Mapping[str, Tensor]:
+    """The same tensors if matrices have eight bits, as calibration makes them; others are rounded."""
+    changed = {}
+    for name in (name for name, spec in specs.items() if spec.coarse):
+        try:
+            rounded = eight_bits(tensors[name])
+        except FormatError as error:
+            raise FormatError(f"tensor {name}: {error}") from error
+        if not np.array_equal(rounded, tensors[name]):
+            changed[name] = rounded
+    return {**tensors, **changed} if changed else tensors
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: TensorSpec) -> None:

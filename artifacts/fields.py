@@ -36,10 +36,11 @@ class PageShape:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """dtype (numpy name) and shape of a tensor."""
+    """dtype (numpy name) and shape of a tensor. coarse: its numbers have eight bits (`artifacts.eight_bits`)."""
 
     dtype: str
     shape: tuple[int, ...]
+    coarse: bool = False
 
     @property
     def nbytes(self) -> int:

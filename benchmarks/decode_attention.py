@@ -22,7 +22,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from artifacts import Banded, Dense, Format, LayerFormat, LowRank, PageGeometry, Rope, Rotate, Sketch, Sparse, Window
+from artifacts import (
+    Banded,
+    Dense,
+    Format,
+    LayerFormat,
+    LowRank,
+    PageGeometry,
+    Rope,
+    Rotate,
+    Sketch,
+    Sparse,
+    Window,
+    eight_bits,
+)
 from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES
 from artifacts.parts.banded import BAND
@@ -141,7 +154,7 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
         found["rotation"] = torch.stack(matrices).clamp(-127, 127).to(torch.int8).cuda()
         x = torch.einsum("nhc,hcd->nhd", x, found["rotation"].float())
     elif fmt.rotate:
-        found["rotation"] = torch.linalg.qr(torch.randn(D, D))[0].cuda()
+        found["rotation"] = coarse(torch.linalg.qr(torch.randn(D, D))[0]).cuda()
     if fmt.sparse and fmt.sparse.thresholds == "bundle":
         ends = torch.tensor([fmt.sparse.fraction / 2, 1 - fmt.sparse.fraction / 2]).cuda()
         found["lower"], found["upper"] = torch.quantile(x, ends, dim=0)
@@ -167,13 +180,17 @@ def tables(fmt: Format, x: Tensor) -> dict[str, Tensor]:
         found |= {"widths": of_heads.cuda(), "signposts": books.cuda()}
     if fmt.sketch:
         for name, m in (("sketch", fmt.sketch.m), ("outlier_sketch", fmt.sketch.outlier_m)):
-            found[name] = (
-                torch.cat([torch.linalg.qr(torch.randn(D, D))[0] for _ in range(-(-m // D))])[:m].cuda() * D**0.5
-            )
+            blocks = [torch.linalg.qr(torch.randn(D, D))[0] for _ in range(-(-m // D))]
+            found[name] = coarse(torch.cat(blocks)[:m] * D**0.5).cuda()
         found["outlier_mask"] = (
             (torch.arange(D) < fmt.sketch.outliers).to(torch.uint8).expand(h_kv, D).contiguous().cuda()
         )
     return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in found.items()}
+
+
+def coarse(matrix: Tensor) -> Tensor:
+    """As a bundle's matrices are."""
+    return torch.from_numpy(eight_bits(matrix.numpy()))
 
 
 def widths(bits: float, head: int) -> list[int]:

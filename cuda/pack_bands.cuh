@@ -2,70 +2,87 @@
 #pragma once
 
 #include "codes.cuh"
-#include "pack_device.cuh"
+#include "pack_codebook.cuh"
 
 namespace signpost {
 
 // What packing knows of a band of a head; runtime/parts/banded.py (pack_tables) makes it.
-struct BandTree {
-    static constexpr int CODES = 16;  // of a lane and tile
+struct BandBook {
+    static constexpr int CODES = 16, BINS = 128;  // of a lane and tile
 
-    // Edges as a search tree, node k has children 2 k and 2 k + 1 and the root is 1; in the place of node 0 width | bits before << 8.
-    float nodes[16];
+    float edges[16];  // between the codes' numbers, ascending; then infinity
     float values[16];
+    int bits, before;  // of the codes; of those of the bands before
+    int unused[2];
+    BinsHead head;  // of 3 or 4 bits
+    unsigned char bins[BINS];
 
-    __device__ __forceinline__ unsigned width() const { return as_word(nodes[0]) & 255u; }
-    __device__ __forceinline__ unsigned start() const { return as_word(nodes[0]) >> 8; }
+    __device__ __forceinline__ int width() const { return bits; }
+    __device__ __forceinline__ int start() const { return before; }
 
     // The number that stands for normalized x.
     __device__ __forceinline__ float nearest(float x) const {
-        int at = 1;
-        for (unsigned i = 0; i < width(); ++i) at = 2 * at + (x > nodes[at]);
-        return values[at - (1 << width())];
+        int code = 0;
+        for (int step = 1 << width() >> 1; step > 0; step /= 2) code += x > edges[code + step - 1] ? step : 0;
+        return values[code];
     }
 
     // Code i of a lane, from its half words of the band, as many as the width has bits; what else `rows` holds is 0.
     __device__ __forceinline__ unsigned code(const unsigned (&rows)[4], int i) const {
-        const int row = i / 8 * 2 + i / 2 % 2, nibble = 4 * (i / 4 % 2 * 2 + i % 2);
-        if (width() == 2) return rows[row / 2] >> (nibble + row % 2 * 2) & 3u;
-        if (width() <= 1) return rows[0] >> (nibble + row) & 1u;
-        if (width() == 4) return rows[row] >> nibble & 15u;
+        const int at = row(i), shift = nibble(i);
+        if (width() == 2) return rows[at / 2] >> (shift + at % 2 * 2) & 3u;
+        if (width() <= 1) return rows[0] >> (shift + at) & 1u;
+        if (width() == 4) return rows[at] >> shift & 15u;
         const unsigned tops = (rows[0] >> 3 & 0x1111u) | (rows[1] >> 2 & 0x2222u) | (rows[2] >> 1 & 0x4444u);  // of three bits the last row's
-        return (row < 3 ? rows[row] : tops) >> nibble & 7u;
+        return (at < 3 ? rows[at] : tops) >> shift & 7u;
     }
 
-    // Codes of a lane's normalized numbers in one tile, those of step s, half, upper and e at 8 s + 4 half + 2 upper + e. to: the lane's
-    // place in the tile's first half words.
-    __device__ __forceinline__ void encode(const float (&x)[CODES], unsigned short* to) const {
+    // Codes of a lane's normalized numbers in one tile, those of step s, half, upper and e at 8 s + 4 half + 2 upper + e, are put into `words`, which are 0 before the
+    // first: x[k] is number which(k).
+    template <int COUNT, class Which>
+    __device__ __forceinline__ void add(const float (&x)[COUNT], unsigned (&words)[4], Which which) const {
+        if (width() == 2) add_as<2>(x, words, which);
+        else if (width() == 1) add_as<1>(x, words, which);
+        else if (width() == 3) add_as<3>(x, words, which);
+        else if (width() == 4) add_as<4>(x, words, which);
+    }
+    // All of them are in. to: the lane's place in the tile's first half words.
+    __device__ __forceinline__ void store(unsigned (&words)[4], unsigned short* to) const {
+        if (width() == 3) {  // the last row's codes are in the others' top bits
+#pragma unroll
+            for (int b = 0; b < 3; ++b) words[b] |= (words[3] >> b & 0x1111u) << 3;
+        }
         unsigned short* there = to + start() * 32;
-        if (width() == 2) encode_as<2>(x, there);
-        else if (width() == 1) encode_as<1>(x, there);
-        else if (width() == 3) encode_as<3>(x, there);
-        else if (width() == 4) encode_as<4>(x, there);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i < width()) there[i * 32] = static_cast<unsigned short>(words[i]);
+        }
     }
 
-    template <int WIDTH>
-    __device__ __forceinline__ void encode_as(const float (&x)[CODES], unsigned short* to) const {
-        unsigned words[WIDTH] = {};
+    template <int WIDTH, int COUNT, class Which>
+    __device__ __forceinline__ void add_as(const float (&x)[COUNT], unsigned (&words)[4], Which which) const {
+        if constexpr (WIDTH <= 2) {
+            const float low = edges[0], middle = WIDTH == 2 ? edges[1] : low, high = WIDTH == 2 ? edges[2] : low;
 #pragma unroll
-        for (int i = 0; i < CODES; ++i) {
-            int at = 1;
+            for (int k = 0; k < COUNT; ++k) {
+                const int i = which(k);
+                if constexpr (WIDTH == 2) mark_code(words[row(i) / 2], 1u << (nibble(i) + row(i) % 2 * 2), x[k], low, middle, high);
+                else mark_above(words[0], 1u << (nibble(i) + row(i)), x[k], low);
+            }
+        } else {
+            int places[COUNT];  // 4 * code
+            Bins<WIDTH>(edges, reinterpret_cast<const unsigned char*>(&head)).find(x, places);
 #pragma unroll
-            for (int level = 0; level < WIDTH; ++level) at = 2 * at + (x[i] > nodes[at]);
-            const unsigned code = at - (1 << WIDTH);
-            const int row = i / 8 * 2 + i / 2 % 2, nibble = 4 * (i / 4 % 2 * 2 + i % 2);
-            if constexpr (WIDTH <= 2) {
-                words[WIDTH == 2 ? row / 2 : 0] |= code << (nibble + (WIDTH == 2 ? row % 2 * 2 : row));
-            } else if (row < WIDTH) {
-                words[row] |= code << nibble;
-            } else {  // of three bits the last row's, in the other rows' top bits
-#pragma unroll
-                for (int b = 0; b < WIDTH; ++b) words[b] |= (code >> b & 1u) << (nibble + 3);
+            for (int k = 0; k < COUNT; ++k) {
+                const int i = which(k);
+                const unsigned place = places[k];
+                words[row(i)] |= nibble(i) < 2 ? place >> 2 : place << (nibble(i) - 2);
             }
         }
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) to[i * 32] = static_cast<unsigned short>(words[i]);
     }
+    static __device__ __forceinline__ constexpr int nibble(int i) { return 4 * (i / 4 % 2 * 2 + i % 2); }
+    static __device__ __forceinline__ constexpr int row(int i) { return i / 8 * 2 + i / 2 % 2; }
 };
+static_assert(sizeof(BandBook) == 288, "runtime/parts/banded.py has the same");
 
 }  // namespace signpost

@@ -64,7 +64,7 @@ struct Dense {
             for (int i = threadIdx.x * 32; i < page.heads * D; i += A::THREADS * 32) prefetch(page.params.scale + page.first_head * D + i);
         }
         if constexpr (S::BANDED > 0) {
-            constexpr int BANDS = D / 32 * static_cast<int>(sizeof(BandTree));
+            constexpr int BANDS = D / 32 * static_cast<int>(sizeof(BandBook));
             copy_table<HEADS * BANDS>(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);
         }
     }
@@ -233,7 +233,7 @@ struct Dense {
         const int i = index(row, head, channel);
         const float2 factor = factors[A::TOGETHER ? 2 * i : i];
         const float scale = S::SCALES == Scales::CHANNEL_BUNDLE ? page.params.scale[page.first_head * D + i] : scales[i];
-        if constexpr (S::BANDED > 0) return add(factor.y, mul(scale, tree(head, band_of(channel)).nearest(normalized(x, factor))));
+        if constexpr (S::BANDED > 0) return add(factor.y, mul(scale, book(head, band_of(channel)).nearest(normalized(x, factor))));
         else return nearest(x, factor, scale);
     }
     __device__ __forceinline__ float nearest(float x, float2 factor, float scale) const {
@@ -264,15 +264,15 @@ struct Dense {
     // ---- codes of a width by band ----
 
     static __device__ __forceinline__ int band_of(int channel) { return P::VALUES ? channel / 32 : channel % (D / 2) / 16; }
-    __device__ __forceinline__ const BandTree& tree(int head, int band) const {
-        return page.template at<const BandTree>(L::BANDS_AT)[head * (D / 32) + band];
+    __device__ __forceinline__ const BandBook& book(int head, int band) const {
+        return page.template at<const BandBook>(L::BANDS_AT)[head * (D / 32) + band];
     }
 
     // Codes of numbers FIRST ... of a run, those of one band, which are half words of their own.
     template <int FIRST, class Look>
     __device__ __forceinline__ void encode_band(int tile, int lane, int row, int head, int channel, int run, float& nothing, Look look) {
         using Order = typename A::Order;
-        static_assert(AT_ONCE == BandTree::CODES, "half a run is a lane's share of a band");
+        static_assert(AT_ONCE == BandBook::CODES, "half a run is a lane's share of a band");
         const float2* first = factors + index(row, head, channel);
         float x[AT_ONCE], at[AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);
@@ -281,9 +281,11 @@ struct Dense {
             if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
             at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
         }
-        const BandTree& tree = this->tree(head, 2 * run + FIRST / AT_ONCE);
+        const BandBook& book = this->book(head, 2 * run + FIRST / AT_ONCE);
         unsigned char* to = page.head_page(page.first_head + head) + S::CODES + (A::first_tile(page.slice) + tile) * S::TILE_BYTES;
-        tree.encode(at, reinterpret_cast<unsigned short*>(to) + lane);
+        unsigned words[4] = {};
+        book.add(at, words, [](int k) { return k; });
+        book.store(words, reinterpret_cast<unsigned short*>(to) + lane);
         look(Part<FIRST>(), x, row, head, channel);
     }
 
@@ -358,26 +360,33 @@ struct Dense {
     // The same from normalized(k), number FIRST + k.
     template <int FIRST, class Normalized>
     static __device__ __forceinline__ void add_codes(const Codes& search, unsigned (&words)[WIDE], Normalized normalized) {
-        float x[AT_ONCE];
-        int places[AT_ONCE];
+        add_codes_of<AT_ONCE>(search, words, [](int k) { return FIRST + k; }, normalized);
+        if constexpr (FIRST + AT_ONCE == RUN) close(search, words);
+    }
+    // Codes of COUNT numbers of a run, which(k) from normalized(k).
+    template <int COUNT, class Which, class Normalized>
+    static __device__ __forceinline__ void add_codes_of(const Codes& search, unsigned (&words)[WIDE], Which which, Normalized normalized) {
+        float x[COUNT];
+        int places[COUNT];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) x[k] = normalized(k);
+        for (int k = 0; k < COUNT; ++k) x[k] = normalized(k);
         search.find(x, places);
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            const int i = A::Order::code(FIRST + k, BITS), shift = Run::STRIDE * (i % Run::PER_WORD);
+        for (int k = 0; k < COUNT; ++k) {
+            const int i = A::Order::code(which(k), BITS), shift = Run::STRIDE * (i % Run::PER_WORD);
             // A place is 4 * (code + first): it is moved two bits less, and what `first` adds to a word is taken off at the end.
             const unsigned place = places[k];
             words[i / Run::PER_WORD] += shift < 2 ? place / 4 << shift : place << (shift - 2);
         }
-        if constexpr (FIRST + AT_ONCE == RUN) {
-            unsigned ones = 0;
+    }
+    // To be done once a run has all its codes.
+    static __device__ __forceinline__ void close(const Codes& search, unsigned (&words)[WIDE]) {
+        unsigned ones = 0;
 #pragma unroll
-            for (int i = 0; i < Run::PER_WORD; ++i) ones |= 1u << (Run::STRIDE * i);
+        for (int i = 0; i < Run::PER_WORD; ++i) ones |= 1u << (Run::STRIDE * i);
 #pragma unroll
-            for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.origin() / 4);
-            Run::close(words);
-        }
+        for (int i = 0; i < WIDE; ++i) words[i] -= ones * (search.origin() / 4);
+        Run::close(words);
     }
 
     // Words of a lane from its run `run` on; the lanes' words are interleaved in pieces of WIDTH.

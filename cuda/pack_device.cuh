@@ -134,9 +134,32 @@ __device__ __forceinline__ int descend(int at, float x, float edge, int left, in
     return y;
 }
 
+// Bytes all of whose bits are the signs of two numbers, in the lower half; the lower halves of two words.
+__device__ __forceinline__ unsigned signs_of(float a, float b) {
+    unsigned y;
+    asm("prmt.b32 %0, %1, %2, 0x00FB;" : "=r"(y) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return y;
+}
+__device__ __forceinline__ unsigned join_halves(unsigned low, unsigned high) {
+    unsigned y;
+    asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(y) : "r"(low), "r"(high));
+    return y;
+}
+
 // Sets a bit where x does not lie between lower and upper, in three instructions.
 __device__ __forceinline__ void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
     asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\nsetp.le.and.f32 p, %1, %3, p;\n@!p or.b32 %0, %0, %4;\n}" : "+r"(word) : "f"(x), "f"(lower), "f"(upper), "r"(bit));
+}
+
+// Sets a bit where x is above the edge.
+__device__ __forceinline__ void mark_above(unsigned& word, unsigned bit, float x, float edge) {
+    asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}" : "+r"(word) : "f"(x), "f"(edge), "r"(bit));
+}
+// Puts the number of edges below x where `bit` is the lower of two: in five instructions.
+__device__ __forceinline__ void mark_code(unsigned& word, unsigned bit, float x, float low, float middle, float high) {
+    asm("{\n.reg .pred p;\n.reg .f32 next;\nsetp.gt.f32 p, %1, %4;\nselp.f32 next, %5, %3, p;\n@p or.b32 %0, %0, %6;\nsetp.gt.f32 p, %1, next;\n@p or.b32 %0, %0, %2;\n}"
+        : "+r"(word)
+        : "f"(x), "r"(bit), "f"(low), "f"(middle), "f"(high), "r"(2 * bit));
 }
 
 // Copies 16 bytes to shared memory without waiting; copy_wait waits for all of the thread's own.
@@ -157,10 +180,6 @@ __device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetc
 
 // 16 bytes of a table that all read.
 __device__ __forceinline__ uint4 load_table(const uint4* p) { return __ldg(p); }
-
-// The same number in a register of its own choice: blocks have one row, which the compiler does not know. Four registers loaded at once
-// cannot also be four others' neighbours in an operand; without this they are moved for every instruction that reads them.
-__device__ __forceinline__ unsigned settled(unsigned x) { return x ^ (blockDim.y - 1); }
 
 // sum += a b: 16 x 16 times 16 x 8 pieces, lanes hold them as the instruction says.
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, F16) {

@@ -2,6 +2,9 @@
 // and sketches of the numbers themselves. A warp takes 16 or 32 tokens of a head at a time from the input to codes or signs in registers,
 // while the next head's come: the sums of the matrix instruction lie in lanes just as codes do in pages (artifacts/order.py).
 //
+// Each warp has tokens of its own, of whatever page, and all warps of a CTA take the same heads one after the other: so matrices are in shared memory, if there is room,
+// also those that every head has for itself.
+//
 // A norm is that of the numbers before they are rotated, which is the same but for rounding.
 #pragma once
 
@@ -13,51 +16,88 @@ namespace signpost {
 template <class S, class P>
 struct Direct {
     using A = Shape<S, P>;
+    using L = PackLayout<S, P>;
     using Half = typename P::Input;
     using D = Dense<S, P>;
-    static constexpr int TILES = A::TOKENS / TILE;
-    static constexpr float SCALE = sizeof(Half) == 2 && MATRIX_PIECES<Half> == 2 ? MATRIX_SCALE : 1.0f;
+    using Row = typename Page<S, P>::Row;
+    static constexpr int TILES = A::TOKENS / TILE, UNITS = S::T / A::TOKENS;  // of a page: a warp packs one
     template <int STEPS>
-    using Numbers = Vectors<Half, STEPS, TILES>;
+    using Numbers = Vectors<Half, STEPS, TILES, P::VALUES != 0>;
     using All = Numbers<A::D / 16>;
+    using Few = Numbers<(P::OUTLIER_STEPS > 0 ? P::OUTLIER_STEPS : 1)>;  // those of outlier channels
     static constexpr int GROUPS = All::GROUPS;
 
     Page<S, P>& page;
     D& dense;
 
     __device__ __forceinline__ void run() {
-        if (!page.locate()) return;
-        page.turn_to(0);
+        const int warp = threadIdx.x / 32, unit = blockIdx.x / P::CTAS * A::WARPS + warp, number = unit / UNITS, pages = page.params.pages;
+        page.take(unit % UNITS * A::HEAD_SLICES + blockIdx.x % P::CTAS);
+        bool there = number < page.params.sequences * pages && page.locate(number / pages, number % pages);
         if constexpr (S::BITS > 0) dense.load_codebook();
         if constexpr (S::BANDED > 0) dense.load_scales();
-        page.find_rows();
+        there = there && page.found();
+        Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
+        unsigned char* const vectors = page.shared + L::TILE_AT + warp * L::WARP_BYTES;
+        const auto fetch = [&](int head) {
+            All::fetch(vectors, [&](int token) { return rows[token].of(page.first_head + head); });
+        };
+        if (there) {
+            const int lane = threadIdx.x % 32;
+            if (lane < A::TOKENS) rows[lane] = page.source(A::token(page.slice, lane));
+            __syncwarp();
+            fetch(0);
+        }
+        bring_matrix(0);
         copy_wait();
-        if (!page.found()) return;
         __syncthreads();
-        unsigned char* vectors = page.shared + PackLayout<S, P>::TILE_AT + threadIdx.x / 32 * PackLayout<S, P>::WARP_BYTES;
-        const auto fetch = [&](int head) { All::fetch(vectors, [&](int row) { return numbers(row, head); }); };
-        int head = threadIdx.x / 32;
-        if (head < page.heads) fetch(head);
-        for (; head < page.heads; head += A::WARPS) {
-            All x;
-            copy_wait();
-            __syncwarp();
-            x.load(vectors);
-            __syncwarp();
-            if (head + A::WARPS < page.heads) fetch(head + A::WARPS);  // while this one is packed
-            if constexpr (S::SKETCH > 0) {
-                sketch(x, head);
-            } else if constexpr (S::BANDED > 0) {
-                rotate_bands(x, head);
-            } else {
-                rotate(x, head);
+        if (!there && !IN_TURN) return;
+#pragma unroll 1
+        for (int head = 0; head < page.heads; ++head) {
+            if (IN_TURN && head + 1 < page.heads) bring_matrix(head + 1);
+            if (there) {
+                copy_wait();
+                __syncwarp();
+                All x;
+                x.load(vectors);
+                Few few;
+                if constexpr (S::OUTLIER_SKETCH > 0) gather(few, vectors, page.first_head + head);
+                __syncwarp();
+                if (head + 1 < page.heads) fetch(head + 1);  // while this one is packed
+                if constexpr (S::SKETCH > 0) {
+                    sketch(x, few, head);
+                } else if constexpr (S::BANDED > 0) {
+                    rotate_bands(x, head);
+                } else {
+                    rotate(x, head);
+                }
+            }
+            if constexpr (IN_TURN) {
+                copy_wait();
+                __syncthreads();
             }
         }
     }
 
-    __device__ __forceinline__ const Half* numbers(int row, int head) const {
-        const auto from = page.template at<const typename Page<S, P>::Row>(PackLayout<S, P>::ROWS_AT)[row];
-        return from.of(page.first_head + head);
+    // Heads' own matrices come one after the other, each while the one before it is used.
+    static constexpr bool HELD = P::HELD != 0, IN_TURN = HELD && S::ROTATE == 2;
+
+    // Asks for the matrix of a head, or that of all heads, if it is to be held.
+    __device__ __forceinline__ void bring_matrix(int head) const {
+        if constexpr (HELD) {
+            const unsigned char* from = reinterpret_cast<const unsigned char*>(S::SKETCH > 0 ? page.params.sketch : rotation(head));
+            unsigned char* to = page.shared + L::MATRIX_AT + head % L::MATRICES * L::MATRIX_BYTES;
+#pragma unroll 4
+            for (int i = threadIdx.x * 16; i < L::MATRIX_BYTES; i += A::THREADS * 16) copy16(to + i, from + i);
+        }
+    }
+    __device__ __forceinline__ const uint4* rotation(int head) const {
+        return page.params.rotation + (S::ROTATE == 2 ? (page.first_head + head) * (A::D / 16 * (A::D / 16) * 32) : 0);
+    }
+    // Where the matrix is that numbers of a head meet.
+    __device__ __forceinline__ const uint4* matrix(int head) const {
+        if constexpr (HELD) return reinterpret_cast<const uint4*>(page.shared + L::MATRIX_AT + head % L::MATRICES * L::MATRIX_BYTES);
+        return S::SKETCH > 0 ? page.params.sketch : rotation(head);
     }
 
     // ---- codes of rotated numbers ----
@@ -66,19 +106,28 @@ struct Direct {
         const int lane = threadIdx.x % 32;
         float factor[GROUPS][P::VALUES ? 2 : 1];  // of the tokens of this lane's sums
         find_factors(x, head, factor);
-        if constexpr (!P::VALUES) x.settle();
         const auto search = dense.search();
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
             unsigned words[TILES][D::WIDE] = {};
-            encode_half<0>(x, search, words, run, factor);
-            encode_half<D::AT_ONCE>(x, search, words, run, factor);
+            encode_quarter<0>(x, search, words, head, run, factor);
+            encode_quarter<1>(x, search, words, head, run, factor);
+            encode_quarter<2>(x, search, words, head, run, factor);
+            encode_quarter<3>(x, search, words, head, run, factor);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
+                D::close(search, words[tile]);
                 dense.store(words[tile], page.slice / A::HEAD_SLICES * TILES + tile, head, lane, run);
             }
         }
     }
+
+    // Of a run's channels, which sixteen has quarter Q: of keys one of the head's first half and one of its second are in turn.
+    template <int Q>
+    static __device__ __forceinline__ constexpr int sixteen(int run) { return P::VALUES ? run * 4 + Q : run * 2 + Q / 2 + Q % 2 * (A::D / 32); }
+    // Which number of a run sum i (0: the first 8 columns, or tokens, 1: the others) [k] of a quarter is.
+    template <int Q>
+    static __device__ __forceinline__ constexpr int number(int i, int k) { return Q / 2 * 16 + (P::VALUES ? Q % 2 * 8 + i * 4 : i * 8 + Q % 2 * 4) + k; }
 
     template <int N>
     __device__ __forceinline__ void find_factors(const All& x, int head, float (&factor)[GROUPS][N]) {
@@ -91,25 +140,23 @@ struct Direct {
         for (int group = 0; group < GROUPS; ++group) {
             const F16 scale = narrow(norm[group]);
             if (lane % 4 == 0) stored[A::token(page.slice, group * 8 + lane / 4)] = scale;
-            const float wide = widen(scale), inverse = wide > 0.0f ? mul(quotient(1.0f, wide), 1.0f / SCALE) : 0.0f;
+            const float wide = widen(scale), inverse = wide > 0.0f ? quotient(1.0f, wide) : 0.0f;
 #pragma unroll
             for (int i = 0; i < N; ++i) factor[group][i] = P::VALUES ? __shfl_sync(ALL_LANES, inverse, (lane % 4 * 2 + i) * 4) : inverse;
         }
     }
 
-    // Numbers FIRST ... of a run of all tiles.
-    template <int FIRST, int N>
-    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int run,
-                                                const float (&factor)[GROUPS][N]) {
-        float sum[TILES][2][2][4];
-        constexpr int U = FIRST / D::AT_ONCE;
-        const int first = P::VALUES ? run * 4 + 2 * U : run * 2 + U;  // sixteens of channels
-        x.template multiply<P::VALUES>(sum, page.params.rotation, first, P::VALUES ? first + 1 : first + A::D / 32);
+    // A quarter of a run, of all tiles.
+    template <int Q, int N>
+    __device__ __forceinline__ void encode_quarter(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
+                                                   const float (&factor)[GROUPS][N]) {
+        float sum[TILES][2][4];
+        x.template multiply<HELD>(sum, matrix(head), sixteen<Q>(run));
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            D::template add_codes<FIRST>(search, words[tile], [&](int k) {
-                const int p = P::VALUES ? k / 8 : k / 4 % 2, i = P::VALUES ? k / 4 % 2 : k / 8, upper = P::VALUES ? k / 4 % 2 : k / 2 % 2;
-                return mul(sum[tile][p][i][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
+            D::template add_codes_of<8>(search, words[tile], [](int k) { return number<Q>(k / 4, k % 4); }, [&](int k) {
+                const int upper = P::VALUES ? k / 4 : k / 2 % 2;
+                return mul(sum[tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
             });
         }
     }
@@ -117,74 +164,84 @@ struct Direct {
     // ---- codes of a width by band ----
 
     __device__ __forceinline__ void rotate_bands(All& x, int head) {
-        if constexpr (!P::VALUES) x.settle();
-        float nothing = 0.0f;  // NaN once a number was NaN or infinite
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
-            encode_band<0>(x, head, run, nothing);
-            encode_band<D::AT_ONCE>(x, head, run, nothing);
+            encode_band<0>(x, head, run);
+            encode_band<1>(x, head, run);
+        }
+    }
+
+    // Half a run of all tiles, the numbers of one band.
+    template <int U>
+    __device__ __forceinline__ void encode_band(const All& x, int head, int run) {
+        const BandBook& book = dense.book(head, 2 * run + U);
+        unsigned words[TILES][4] = {};
+        encode_quarter<2 * U>(x, book, words, head, run);
+        encode_quarter<2 * U + 1>(x, book, words, head, run);
+        unsigned char* to = page.head_page(page.first_head + head) + S::CODES + page.slice / A::HEAD_SLICES * TILES * S::TILE_BYTES;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) book.store(words[tile], reinterpret_cast<unsigned short*>(to + tile * S::TILE_BYTES) + threadIdx.x % 32);
+    }
+    template <int Q>
+    __device__ __forceinline__ void encode_quarter(const All& x, const BandBook& book, unsigned (&words)[TILES][4], int head, int run) {
+        const int lane = threadIdx.x % 32;
+        float sum[TILES][2][4];
+        x.template multiply<HELD>(sum, matrix(head), sixteen<Q>(run));
+        if (Q == 0 && run == 0) check(sum);
+        const float2* factors = dense.factors + head * A::D + (P::VALUES ? run * 64 + lane / 4 : run * 32 + lane % 4 * 2);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            float at[8];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) at[k] = D::normalized(sum[tile][k / 4][k % 4], factors[A::Order::channels_on(number<Q>(k / 4, k % 4))]);
+            book.add(at, words[tile], [](int k) { return number<Q>(k / 4, k % 4) % BandBook::CODES; });
+        }
+    }
+
+    // A number that is NaN or infinite makes all its vector's sums so: one column tells.
+    __device__ __forceinline__ void check(const float (&sum)[TILES][2][4]) const {
+        float nothing = 0.0f;
+#pragma unroll
+        for (int i = 0; i < TILES * 4; ++i) {
+            // Of values tokens 8 (i / 2) + 2 c + i % 2, of keys tokens r and r + 8.
+            const float first = P::VALUES ? sum[i / 4][i / 2 % 2][i % 2] : sum[i / 4][0][i % 2 * 2];
+            nothing = fmaf(first, 0.0f, nothing);
         }
         if (!(nothing == 0.0f)) page.report(4);
     }
 
-    // Numbers FIRST ... of a run of all tiles, those of one band. The matrix has small whole numbers: one piece.
-    template <int FIRST>
-    __device__ __forceinline__ void encode_band(const All& x, int head, int run, float& nothing) {
-        using Order = typename A::Order;
-        constexpr int U = FIRST / D::AT_ONCE;
-        const int first = P::VALUES ? run * 4 + 2 * U : run * 2 + U, lane = threadIdx.x % 32;
-        const uint4* matrix = page.params.rotation + (page.first_head + head) * (A::D / 16 * (A::D / 16) * 32);
-        float sum[TILES][2][2][4];
-        x.template multiply<P::VALUES, 1>(sum, matrix, first, P::VALUES ? first + 1 : first + A::D / 32);
-        const float2* factors = dense.factors + head * A::D + (P::VALUES ? run * 64 + lane / 4 : run * 32 + lane % 4 * 2);
-        const BandTree& tree = dense.tree(head, 2 * run + U);
-        unsigned char* to = page.head_page(page.first_head + head) + S::CODES + page.slice / A::HEAD_SLICES * TILES * S::TILE_BYTES;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            float at[D::AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < D::AT_ONCE; ++k) {
-                const int p = P::VALUES ? k / 8 : k / 4 % 2, i = P::VALUES ? k / 4 % 2 : k / 8;
-                nothing = fmaf(sum[tile][p][i][k % 4], 0.0f, nothing);
-                at[k] = D::normalized(sum[tile][p][i][k % 4], factors[Order::channels_on(FIRST + k)]);
-            }
-            tree.encode(at, reinterpret_cast<unsigned short*>(to + tile * S::TILE_BYTES) + lane);
-        }
-    }
-
     // ---- sketches ----
 
-    __device__ __forceinline__ void sketch(All& x, int head) {
+    __device__ __forceinline__ void sketch(All& x, const Few& few, int head) {
         const int h = page.first_head + head;
         unsigned char* to = page.head_page(h);
         if constexpr (S::OUTLIER_SKETCH > 0) {
-            constexpr int STEPS = P::OUTLIER_STEPS;
-            Numbers<STEPS> outliers;
-            gather(outliers, head);
-            store_norms(outliers, to + S::OUTLIER_NORMS);
-            signs<S::OUTLIER_SKETCH>(outliers, page.params.outlier_sketch + h * (S::OUTLIER_SKETCH / 16 * STEPS * MATRIX_PIECES<Half> * 32), to + S::OUTLIER_SIGNS);
+            store_norms(few, to + S::OUTLIER_NORMS);
+            signs<false, S::OUTLIER_SKETCH>(few, page.params.outlier_sketch + h * (S::OUTLIER_SKETCH / 16 * P::OUTLIER_STEPS * 32), to + S::OUTLIER_SIGNS);
             x.keep(page.params.kept_words + h * (A::D / 8));
         }
         store_norms(x, to + S::NORMS);
-        x.settle();
-        signs<S::SKETCH>(x, page.params.sketch, to + S::SIGNS);
+        signs<HELD, S::SKETCH>(x, matrix(head), to + S::SIGNS);
     }
 
-    template <int STEPS>
-    __device__ __forceinline__ void gather(Numbers<STEPS>& x, int head) const {
+    // Outlier channels' numbers, from where all of the head's wait.
+    __device__ __forceinline__ void gather(Few& x, const unsigned char* vectors, int h) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const uint2 four = page.params.outlier_channels[((page.first_head + head) * STEPS + step) * 4 + lane % 4];
+        for (int step = 0; step < P::OUTLIER_STEPS; ++step) {
+            const uint2 four = page.params.outlier_channels[(h * P::OUTLIER_STEPS + step) * 4 + lane % 4];
             const int channel[4] = {static_cast<int>(four.x & 0xFFFFu), static_cast<int>(four.x >> 16), static_cast<int>(four.y & 0xFFFFu), static_cast<int>(four.y >> 16)};
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                const Half* from = numbers(group * 8 + lane / 4, head);
                 unsigned bits[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) bits[i] = channel[i] < A::D ? from[channel[i]].bits : 0u;
-                x.words[group][2 * step] = bits[0] | bits[1] << 16;
-                x.words[group][2 * step + 1] = bits[2] | bits[3] << 16;
+                for (int i = 0; i < 4; ++i) {
+                    const int at = All::at(group * 8 + lane / 4, channel[i] / 8) + channel[i] % 8 * 2;
+                    bits[i] = channel[i] < A::D ? *reinterpret_cast<const unsigned short*>(vectors + at) : 0u;
+                }
+                unsigned(&words)[4] = x.words[group / 2][step];
+                words[x.place(group % 2, 0)] = bits[0] | bits[1] << 16;
+                words[x.place(group % 2, 1)] = bits[2] | bits[3] << 16;
             }
         }
     }
@@ -200,7 +257,7 @@ struct Direct {
         }
     }
 
-    template <int M, int STEPS>
+    template <bool IS_HELD, int M, int STEPS>
     __device__ __forceinline__ void signs(const Numbers<STEPS>& x, const uint4* matrix, unsigned char* to) const {
         constexpr int WORDS = M / 32, TOGETHER = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;  // words that are stored together
         const int lane = threadIdx.x % 32, mine = lane % 4;                                     // the group whose words this lane stores
@@ -209,14 +266,15 @@ struct Direct {
             unsigned words[TOGETHER] = {};
 #pragma unroll 1
             for (int i = 0; i < TOGETHER; ++i) {
-                float sum[TILES][2][2][4];
-                x.template multiply<0>(sum, matrix, 2 * (first + i), 2 * (first + i) + 1);
-                unsigned word = 0;
+                unsigned signs[GROUPS][2];  // of one column in two
+                float sum[TILES][2][4];
+                x.template multiply<IS_HELD>(sum, matrix, 2 * (first + i));
 #pragma unroll
-                for (int group = 0; group < GROUPS; ++group) {
-                    const unsigned found = sign_word(sum[group / 2], group % 2);
-                    if (group == mine) word = found;
-                }
+                for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = signs_of_sums(sum[k / 4], k % 4);
+                x.template multiply<IS_HELD>(sum, matrix, 2 * (first + i) + 1);
+#pragma unroll
+                for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = join_halves(signs[k / 2][k % 2], signs_of_sums(sum[k / 4], k % 4));
+                const unsigned word = word_of_mine(signs);
 #pragma unroll
                 for (int k = 0; k < TOGETHER; ++k) {
                     if (k == i) words[k] = word;
@@ -233,6 +291,20 @@ struct Direct {
                 *there = words[0];
             }
         }
+    }
+
+    // Signs of 32 sums of token r of the lane's group, lane % 4, if there are so many groups.
+    static __device__ __forceinline__ unsigned word_of_mine(const unsigned (&signs)[GROUPS][2]) {
+        const int lane = threadIdx.x % 32;
+        unsigned words[4] = {};
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) words[group] = negative_bits(signs[group]);
+        // Lanes of four first give each other the groups of their own parity, then of their own half.
+        const bool odd = lane & 1, late = lane & 2;
+        unsigned even = odd ? words[1] : words[0], far = odd ? words[3] : words[2];
+        even |= __shfl_xor_sync(ALL_LANES, odd ? words[0] : words[1], 1);
+        if constexpr (GROUPS > 2) far |= __shfl_xor_sync(ALL_LANES, odd ? words[2] : words[3], 1);
+        return ~((late ? far : even) | __shfl_xor_sync(ALL_LANES, late ? even : far, 2));
     }
 };
 

@@ -9,14 +9,15 @@
 //   Input           F16, BF16 or float: the model's numbers
 //   SELECT, PER_END, SLOTS   which numbers are outliers; online: so many at each end of a vector; room of a page's list
 //   TOKENS, HEADS   of a slice: 8 (half a tile: the tokens of half the lanes), or a multiple of 16
-//   CTAS            per page: as many as slices, or 1
+//   CTAS            per page: as many as slices, or 1; of Store::REGISTERS for as many units of tokens as a CTA has warps
 //   CLUSTER         1: the CTAs of a page are a cluster
 //   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE;
 //                   or in REGISTERS, see pack_direct.cuh
+//   HELD            of Store::REGISTERS, 1: matrices that all warps multiply with are in shared memory
 //   THREADS         of a CTA
 #pragma once
 
-#include "pack_codebook.cuh"
+#include "pack_bands.cuh"
 #include "pack_matrix.cuh"
 #include "pack_order.cuh"
 #include "sides.cuh"
@@ -50,7 +51,7 @@ struct PackParams {
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const unsigned char* codebook;  // as it lies in shared memory from TREE_AT on: what finds codes, f32 [2^BITS]; the codes' numbers, f32 [2^BITS]; bins
     const unsigned char* factors;   // of the bundle's scales, f32 [H][D][2]: 1 / scale (0 where it is 0), zero; with Shape::TOGETHER [4]: bounds behind them
-    const unsigned char* bands;     // BandTree (pack_bands.cuh) [H][D / 32]
+    const unsigned char* bands;     // BandBook (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle
     const float* lower;        // [H][D] or [1], like upper, finite
     const float* upper;
@@ -76,7 +77,8 @@ struct PackParams {
     int first_page;        // without lengths: pages first_page ... of every sequence
     int fresh;             // with lengths: tokens that every sequence got since the last launch, at most T
     int capacity_pages, capacity_segments;
-    int pages;             // of a sequence in a launch of pack_factors.cuh
+    int pages;             // of a sequence in the launch
+    int sequences;         // in the launch of Store::REGISTERS
     int splits;            // of a segment's tokens
     float scaling, unscaling;  // RoPE's factor on cos and sin; 1 / factor^2
 };
@@ -122,7 +124,7 @@ struct Shape {
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
-    static_assert(P::CTAS == SLICES || (P::CTAS == 1 && SPARSE), "a CTA packs one slice, or, where they have to agree, all");
+    static_assert(P::CTAS == SLICES || (P::CTAS == 1 && SPARSE) || (P::CTAS == HEAD_SLICES && P::STORE == Store::REGISTERS), "a CTA packs one slice, or, where they have to agree, all, or a warp one");
     static_assert(CLUSTER_CTAS <= 8, "clusters of more than 8 CTAs are not portable");
     static_assert(!SPARSE || P::CLUSTER || P::CTAS == 1, "outliers of all slices share a list");
     static_assert(P::SELECT != Select::TOKEN || HEADS == H, "a token's outliers are found over all heads");
@@ -166,14 +168,16 @@ struct PackLayout {
     static constexpr int TILE_AT = 0;                                                              // Stored [HEADS][TOKENS][ROW]
     static constexpr bool DIRECT = P::STORE == Store::REGISTERS;
     static constexpr int WARP_BYTES = A::TOKENS * A::D * INPUT_BYTES;  // of vectors that wait for registers, see pack_direct.cuh
-    static constexpr int RAW_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : DIRECT ? A::WARPS * WARP_BYTES : 0);
+    static constexpr int MATRIX_BYTES = P::HELD ? 2 * A::D * (S::ROTATE ? A::D : S::SKETCH) : 0, MATRICES = S::ROTATE == 2 ? 2 : 1;  // one head's while the next one's comes
+    static constexpr int MATRIX_AT = TILE_AT + (P::STORE == Store::SHARED ? align16(SLICE_NUMBERS * STORED_BYTES) : DIRECT ? A::WARPS * WARP_BYTES : 0);
+    static constexpr int RAW_AT = MATRIX_AT + MATRICES * MATRIX_BYTES;                             // before: matrices as fragments
     static constexpr int ROWS_AT = RAW_AT + (S::ROTATE && !DIRECT ? align16(A::TOKENS * A::ROW * 4) : 0);     // before: f32 [TOKENS][ROW] of a head
-    static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS;                                       // before: Row [TOKENS]
+    static constexpr int ROPE_AT = ROWS_AT + 16 * A::TOKENS * (DIRECT ? A::WARPS : 1);              // before: Row [TOKENS], or of each warp
     static constexpr int TREE_AT = ROPE_AT + A::TOKENS * A::ANGLES * 8;                            // before: (cos, sin) [TOKENS][ANGLES]
     static constexpr int VALUES_AT = TREE_AT + (S::BITS ? align16(4 << S::BITS) : 0);              // before: edges, as codes are found
     static constexpr int BINS_AT = VALUES_AT + (S::BITS ? align16(4 << S::BITS) : 0);               // before: of the codes
     static constexpr int BANDS_AT = BINS_AT + Codebook<S::BITS>::Type::TABLE_BYTES;                // before: bins of the codebook
-    static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * 128 : 0);   // before: BandTree [HEADS][D / 32]
+    static constexpr int FACTORS_AT = BANDS_AT + (S::BANDED ? A::HEADS * (A::D / 32) * static_cast<int>(sizeof(BandBook)) : 0);   // before: BandBook [HEADS][D / 32]
     // before: (1 / scale, zero) [SCALES], with A::TOGETHER (1 / scale, zero, lower, upper)
     static constexpr int SCALES_AT = FACTORS_AT + align16((A::TOGETHER ? 16 : 8) * A::SCALES);
     static constexpr int BOUNDS_AT = SCALES_AT + (S::SCALES == Scales::CHANNEL_BUNDLE ? 0 : align16(4 * A::SCALES));  // before: scale
@@ -223,9 +227,13 @@ struct Page {
 
     // Which page this CTA packs; false: none. The same for all threads of all CTAs of the page. `found`, when its id has come: whether there is such a page.
     __device__ __forceinline__ bool locate() {
-        sequence = blockIdx.y;
         launched = blockIdx.x / P::CTAS + gridDim.x / P::CTAS * blockIdx.y;
-        number = page_due<S>(params, sequence, blockIdx.x / P::CTAS);
+        return locate(blockIdx.y, blockIdx.x / P::CTAS);
+    }
+    // The index-th page of a sequence that the launch has.
+    __device__ __forceinline__ bool locate(int of, int index) {
+        sequence = of;
+        number = page_due<S>(params, sequence, index);
         if (number < 0) return false;
         id = params.table[sequence * params.table_stride + number];
         position = static_cast<long long>(number) * S::T + S::SINKS + (params.offsets ? params.offsets[sequence] : 0);
@@ -250,10 +258,13 @@ struct Page {
 
     // Makes the index-th slice of this CTA the one at hand, without its numbers.
     __device__ __forceinline__ void turn_to(int index) {
-        slice = A::SLICES_PER_CTA == 1 ? rank : index;
+        take(A::SLICES_PER_CTA == 1 ? rank : index);
+        mask = at<unsigned>(L::MASK_AT) + index * A::MASK_WORDS;
+    }
+    __device__ __forceinline__ void take(int which) {
+        slice = which;
         first_head = A::first_head(slice);
         heads = min(A::HEADS, A::H - first_head);
-        mask = at<unsigned>(L::MASK_AT) + index * A::MASK_WORDS;
     }
 
     // Where the slice's tokens are. All threads; a barrier has to follow.
@@ -338,7 +349,6 @@ struct Page {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float* raw = at<float>(L::RAW_AT);
         float* to = stored_float() + head * A::TOKENS * A::ROW;
-        constexpr int PIECES = S::ROTATE == 2 ? 1 : 3;  // heads' own matrices are small whole numbers
         const uint4* matrix = params.rotation + (S::ROTATE == 2 ? (first_head + head) * (A::D / 16 * (A::D / 16) * 32) : 0);
         __syncthreads();
         for (int i = threadIdx.x; i < A::TOKENS * A::D; i += A::THREADS) {
@@ -349,7 +359,7 @@ struct Page {
         for (int i = warp; i < (A::TOKENS + 8) / 16 * CHUNKS; i += A::WARPS) {
             const int first = i / CHUNKS * 16, chunk = i % CHUNKS * SIXTEENS;
             float sum[SIXTEENS][2][4];
-            multiply_floats<A::D, A::ROW, A::TOKENS, PIECES>(sum, raw + first * A::ROW, matrix, chunk);
+            multiply_floats<A::D, A::ROW, A::TOKENS>(sum, raw + first * A::ROW, matrix, chunk);
             float* here = to + (first + lane / 4) * A::ROW + chunk * 16 + lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < SIXTEENS * 2; ++k) {

@@ -8,12 +8,19 @@
 
 namespace signpost {
 
-// Signs of 32 sums of a token, columns in their order, a bit set where a sum is not negative: of token r or (upper) r + 8 of a fragment.
+// Of two fragments of a lane, the signs of their sums k: bytes of it, in the lower half.
+__device__ __forceinline__ unsigned signs_of_sums(const float (&sum)[2][4], int k) { return signs_of(sum[0][k], sum[1][k]); }
+// From the signs of four fragments' sums of one token, which are 32 columns, 8 i + 2 c and the next in fragment i: bits of negative ones, each column's at its place.
+__device__ __forceinline__ unsigned negative_bits(const unsigned (&signs)[2]) {
+    const unsigned mine = 0x01010101u << threadIdx.x % 4 * 2;
+    return (signs[0] & mine) | (signs[1] & mine << 1);
+}
+// Of token r or (upper) r + 8 of fragments, a bit set where a sum is not negative. The same in all lanes that share the token.
 __device__ __forceinline__ unsigned sign_word(const float (&sum)[2][2][4], int upper) {
-    unsigned negative = 0;
+    unsigned signs[2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) negative |= as_word(sum[i / 4][i / 2 % 2][2 * upper + i % 2]) >> 31 << (i / 2 * 8 + i % 2);
-    negative <<= threadIdx.x % 4 * 2;
+    for (int e = 0; e < 2; ++e) signs[e] = join_halves(signs_of_sums(sum[0], 2 * upper + e), signs_of_sums(sum[1], 2 * upper + e));
+    unsigned negative = negative_bits(signs);
     negative |= __shfl_xor_sync(ALL_LANES, negative, 1);
     return ~(negative | __shfl_xor_sync(ALL_LANES, negative, 2));
 }

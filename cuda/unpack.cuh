@@ -24,7 +24,7 @@ struct UnpackSide {
     const void* sinks;              // Model [b][SINKS][H][D]
     const void* window;             // Model [b][window_tokens][H][D], token n behind the sinks at n % window_tokens
     const float* values;            // of the codes [2^BITS]
-    const BandTree* bands;          // [H][D / 32]
+    const BandBook* bands;          // [H][D / 32]
     const float* scale;             // [H][D], from the bundle, like zero and mean
     const float* zero;
     const float* mean;
@@ -205,13 +205,13 @@ struct Unpacker {
     // Numbers FIRST ... of a run, those of one band.
     template <int FIRST>
     __device__ __forceinline__ void band(const unsigned char* codes, int run, int lane, float (&x)[RUN]) const {
-        const BandTree& tree = side.bands[head * (D / 32) + 2 * run + FIRST / BandTree::CODES];
-        const unsigned short* from = reinterpret_cast<const unsigned short*>(codes) + tree.start() * 32 + lane;
+        const BandBook& book = side.bands[head * (D / 32) + 2 * run + FIRST / BandBook::CODES];
+        const unsigned short* from = reinterpret_cast<const unsigned short*>(codes) + book.start() * 32 + lane;
         unsigned rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = i < static_cast<int>(tree.width()) ? from[i * 32] : 0u;
+        for (int i = 0; i < 4; ++i) rows[i] = i < static_cast<int>(book.width()) ? from[i * 32] : 0u;
 #pragma unroll
-        for (int i = 0; i < BandTree::CODES; ++i) x[FIRST + i] = tree.values[tree.code(rows, i)];
+        for (int i = 0; i < BandBook::CODES; ++i) x[FIRST + i] = book.values[book.code(rows, i)];
     }
 
     __device__ __forceinline__ void put(const float (&x)[RUN]) const {
@@ -302,7 +302,7 @@ struct Unpacker {
         // first(tile, step, a): pieces of the first operand.
         template <int STEPS, int COUNT, class First>
         __device__ __forceinline__ void multiply(const uint4* matrix, First first) {
-            const uint4* table = fragments<PIECES>(matrix, STEPS, sixteen);
+            const uint4* table = fragments(matrix, STEPS * PIECES, sixteen);
 #pragma unroll 2
             for (int step = 0; step < STEPS; ++step, table += PIECES * 32) {
                 uint4 m[SIXTEENS][PIECES];

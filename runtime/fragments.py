@@ -1,9 +1,9 @@
 """Matrices of a bundle in the order in which the kernels' matrix instructions take them (cuda/pack_matrix.cuh)."""
 
-from math import ceil, log2
-
 import torch
 from torch import Tensor
+
+from runtime.jit import KernelError
 
 
 def of_heads(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -17,30 +17,41 @@ def pieces_of(dtype: torch.dtype) -> int:
     return 3 if dtype == torch.float32 else 2
 
 
+def whole(matrix: Tensor, piece: torch.dtype, order: Tensor | None = None, first_operand: bool = False) -> Tensor:
+    """`fragments` of a matrix [k, n] whose numbers are one piece each. Raises KernelError for numbers of more than
+    eight bits, which a bundle's matrices do not have."""
+    if not torch.equal(matrix.to(piece).float(), matrix.float()):
+        raise KernelError(
+            f"a matrix holds numbers that are not {piece}: bundles' have eight bits (artifacts.eight_bits)"
+        )
+    return fragments(matrix, piece, order, first_operand, 1)
+
+
+def as_they_stand(k: int) -> Tensor:
+    """An order of `fragments`: step s multiplies rows 16 s to 16 s + 15 as the matrix instruction numbers them."""
+    return torch.arange(k).view(-1, 2, 4, 2).transpose(1, 2).flatten()  # steps, halves of 8, lanes, 2
+
+
 def fragments(
     matrix: Tensor,
     piece: torch.dtype,
-    scale: float | None = None,
     order: Tensor | None = None,
     first_operand: bool = False,
-    count: int | None = None,
+    count: int = 3,
 ) -> Tensor:
-    """A matrix [k, n] as `cuda/pack_matrix.cuh` reads it: int16 [n / 16, k / 16, pieces, 32 lanes, 8].
+    """A matrix [k, n] as kernels read it: int16 [n / 16, k / 16, count, 32 lanes, 8].
 
-    piece: of which dtype its pieces are, float16 (two, times `scale`, by default a power of two near 512 over the
-    largest number) or bfloat16 (three). order: int64 [k], the row that each place of the steps multiplies; by default
-    that which makes 16 bytes of a vector two steps of a lane. first_operand: of the matrix instruction. count: of
-    pieces, if fewer are enough.
+    piece: of which dtype its pieces are, that many. order: int64 [k], the row that each place of the steps multiplies;
+    by default that which makes 16 bytes of a vector of two-byte numbers two steps of a lane. first_operand: of the
+    matrix instruction.
     """
     k, n = matrix.shape
     if order is None:
         step, lane, i = torch.meshgrid(torch.arange(k // 16), torch.arange(4), torch.arange(4), indexing="ij")
         order = (step // 2 * 32 + lane * 8 + step % 2 * 4 + i).flatten()
     rest = matrix.float()[order.to(matrix.device)]
-    if piece == torch.float16:
-        rest = rest * (scale if scale is not None else 2.0 ** (9 - ceil(log2(max(float(rest.abs().max()), 2**-100)))))
     pieces = []
-    for _ in range(count or (2 if piece == torch.float16 else 3)):
+    for _ in range(count):
         pieces.append(rest.to(piece))
         rest = rest - pieces[-1].float()
     # [pieces, steps, lanes of a row, halves of 8 channels, 2, sixteens, halves of 8 columns, columns]

@@ -23,7 +23,7 @@ from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
 from runtime import jit, pack_codebook, pieces
 from runtime.codec import Codec, PagePool
-from runtime.fragments import fragments
+from runtime.fragments import as_they_stand, whole
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns, layers_together
 from runtime.pack_params import LAYERS_AT_ONCE, Params, Source, layers_type
@@ -41,7 +41,6 @@ from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
 
 NO_PROMPT = (1 << 31) - 1
-MATRIX_SCALE = 1024.0  # of float16 pieces of a rotation, as in `cuda/pack_matrix.cuh`
 
 
 def source(x: Tensor) -> Source:
@@ -323,7 +322,9 @@ class Packer:
             self.reserve(b, pages, len(layers))
             for i, params in enumerate(layers):
                 params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
-        self._launch(kernel, p, layers, (pages * p.ctas, b, len(layers)))
+        for params in layers:
+            params.pages, params.sequences = pages, b
+        self._launch(kernel, p, layers, p.grid(pages, b, len(layers)))
 
     def _launch(
         self, kernel: jit.Kernel, p: Plan | Launch, layers: Sequence[Params], grid: tuple[int, int, int]
@@ -408,7 +409,7 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
 def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
     fmt, tables = codec.geometry.format, codec.tables
     direct = is_direct(codec.geometry, dtype)
-    piece = dtype if direct else torch.bfloat16
+    piece, order = (dtype, as_they_stand(codec.geometry.shape.d)) if direct else (torch.bfloat16, None)
     found: dict[str, Tensor] = {}
     if fmt.dense:
         values = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device)
@@ -426,27 +427,25 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
         found["bands"] = banded.pack_tables(tables)
     if fmt.lowrank:
         found["start"] = lowrank.starting(codec.geometry.shape.d, columns(codec.geometry)).T.to(codec.device)
-    if fmt.rotate and tables["rotation"].dim() == 3:  # whole numbers of eight bits: one piece
+    if fmt.rotate:
+        of_heads = tables["rotation"] if tables["rotation"].dim() == 3 else tables["rotation"][None]
         first = direct and codec.geometry.shape.side == "value"
-        pieces = [fragments(matrix, piece, 1.0, first_operand=first, count=1) for matrix in tables["rotation"]]
-        found["rotation"] = torch.stack(pieces)
-    elif fmt.rotate:
-        first = direct and codec.geometry.shape.side == "value"
-        found["rotation"] = fragments(tables["rotation"], piece, MATRIX_SCALE, first_operand=first)
+        found["rotation"] = torch.stack([whole(matrix, piece, order, first) for matrix in of_heads])
     if fmt.sketch:
-        found["sketch"] = fragments(tables["sketch"].T, piece)
+        found["sketch"] = whole(tables["sketch"].T, piece, order)
     if fmt.sketch and fmt.sketch.outliers:
         found["outlier_mask"] = tables["outlier_mask"]
         if direct:
             found |= _outlier_tables(tables["outlier_mask"], tables["outlier_sketch"].T.float(), piece, codec.geometry)
         else:
-            found["outlier_sketch"] = fragments(tables["outlier_sketch"].T, piece)
+            found["outlier_sketch"] = whole(tables["outlier_sketch"].T, piece)
     return {name: x.contiguous() for name, x in found.items()}
 
 
 def _outlier_tables(mask: Tensor, matrix: Tensor, piece: torch.dtype, geometry: PageGeometry) -> dict[str, Tensor]:
     """The products of each head's outlier channels alone: channels int16 [h_kv, 16 steps], -1 for none, their rows of
-    matrix [d, m] as fragments, and words of two bytes [h_kv, d] with all bits set where a channel is none of them."""
+    matrix [d, m] as fragments, and words of two bytes [h_kv, 4, d / 4] with all bits set where a channel is none of
+    them, those of each of four lanes together (`Vectors::keep`)."""
     room = 16 * outlier_steps(geometry)
     if (most := int(mask.bool().sum(1).max())) > room:
         raise KernelError(f"outlier_mask has {most} channels of one head, the format has room for {room}")
@@ -454,8 +453,9 @@ def _outlier_tables(mask: Tensor, matrix: Tensor, piece: torch.dtype, geometry: 
     order = torch.nn.functional.pad(order, (0, max(0, room - order.shape[1])))[:, :room]
     there = torch.arange(room, device=mask.device) < mask.bool().sum(1, keepdim=True)
     rows = matrix[order] * there[..., None]
+    kept = mask.bool().to(torch.int16) - 1
     return {
         "outlier_channels": torch.where(there, order, -1).to(torch.int16),
-        "outlier_sketch": torch.stack([fragments(x, piece, order=torch.arange(room)) for x in rows]),
-        "kept_words": (mask.bool().to(torch.int16) - 1),
+        "outlier_sketch": torch.stack([whole(x, piece, torch.arange(room)) for x in rows]),
+        "kept_words": kept.unflatten(1, (-1, 2, 4, 2)).permute(0, 3, 1, 2, 4),  # steps, halves of 8, lanes, 2
     }

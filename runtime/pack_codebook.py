@@ -44,27 +44,28 @@ def table(edges: Tensor) -> Tensor:
 
     128 bins are enough for most codebooks, and lanes never wait for each other then.
     """
-    found = edges.detach().cpu().numpy().astype(np.float32)
-    best = min((_table(found, last) for last in (ROOM // 2 - 1, ROOM - 1)), key=lambda each: each[0])
-    return torch.from_numpy(best[1]).to(edges.device)
+    found = [binned(edges[None], room)[0] for room in (ROOM // 2, ROOM)]
+    best = min(found, key=lambda each: int(each[12:16].view(torch.int32)))
+    return nn.functional.pad(best, (0, BYTES - best.numel()))
 
 
-def _table(edges: np.ndarray, last: int) -> tuple[int, np.ndarray]:
-    """Most edges of a bin, and the table with bins 0 to `last`: the outermost edges end the outermost bins."""
-    low, high = float(edges[0]), float(edges[-1])
-    factor, offset = np.float32(0.0), np.float32(0.5)  # where there is one edge, or all are equal
-    if high > low and np.isfinite(np.float32((last - 1) / (high - low) / last)):
-        factor = np.float32((last - 1) / (high - low) / last)
-        offset = np.float32(0.5 / last - low * float(factor))
+def binned(edges: Tensor, room: int) -> Tensor:
+    """uint8 [n, 16 + room] on the device: as `table`, of n codebooks' edges [n, e], with so many bins each."""
+    found, last = edges.detach().cpu().numpy().astype(np.float32), room - 1
+    low, high = found[:, 0].astype(np.float64), found[:, -1].astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        factor = ((last - 1) / (high - low) / last).astype(np.float32)
+    apart = (high > low) & np.isfinite(factor)  # else there is one edge, or all are equal
+    factor = np.where(apart, factor, np.float32(0.0))
+    offset = np.where(apart, 0.5 / last - low * factor.astype(np.float64), 0.5).astype(np.float32)
+    # The outermost edges end the outermost bins.
     ends = (np.arange(last + 1)[:, None] + [-0.5, 0.5]) / last + [-ROUNDING, ROUNDING]
-    if factor > 0:
-        ends = (ends - float(offset)) / float(factor)
-        ends[0, 0], ends[last, 1] = -np.inf, np.inf
-    else:
-        ends[:] = -np.inf, np.inf
-    below = np.searchsorted(edges.astype(np.float64), ends, side="left")
-    most = int((below[:, 1] - below[:, 0]).max())
-    bins = np.zeros(ROOM, np.uint8)
-    bins[: last + 1] = 4 * below[:, 0]
-    head = np.array([factor, offset], np.float32).tobytes() + np.array([last, most], np.int32).tobytes()
-    return most, np.frombuffer(head + bins.tobytes(), np.uint8).copy()
+    ends = (ends - offset[:, None, None]) / np.where(apart, factor, 1.0)[:, None, None]
+    ends[~apart] = -np.inf, np.inf
+    ends[:, 0, 0], ends[:, last, 1] = -np.inf, np.inf
+    below = (found[:, None, None, :] < ends[..., None]).sum(-1)
+    most = (below[..., 1] - below[..., 0]).max(-1).astype(np.int32)
+    heads = (factor, offset, np.full_like(most, last), most)
+    bins = (4 * below[..., 0]).astype(np.uint8)
+    packed = np.concatenate([np.stack([x.view(np.uint8).reshape(-1, 4) for x in heads], 1).reshape(-1, 16), bins], 1)
+    return torch.from_numpy(packed).to(edges.device)

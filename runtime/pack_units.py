@@ -24,7 +24,8 @@ HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 4 * 64  # bytes of a warp: `PackLayout::QUEUE`
-BAND_TREE = 128  # bytes: `BandTree` of cuda/pack_bands.cuh
+DIRECT_HEADS = 4  # of a slice whose numbers go straight to registers
+BAND_BOOK = 288  # bytes: `BandBook` of cuda/pack_bands.cuh
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
 _SHARED = {"sm_80": (163, 164), "sm_90a": (227, 228), "sm_100": (227, 228)} | {
@@ -48,6 +49,14 @@ class Plan:
     blocks: int  # that an SM is to hold: what registers are divided by
     shared: int  # bytes of a CTA
     workspace: int  # bytes of a CTA
+    units: int = 0  # of a page, if warps pack them (`cuda/pack_direct.cuh`)
+    held: bool = False  # matrices are in shared memory
+
+    def grid(self, pages: int, b: int, layers: int) -> tuple[int, int, int]:
+        """Of a launch that packs so many pages of b sequences of each layer."""
+        if self.units:
+            return ceil(pages * b * self.units / (self.threads // 32)) * self.ctas, 1, layers
+        return pages * self.ctas, b, layers
 
 
 def select_kind(geometry: PageGeometry) -> str:
@@ -107,10 +116,12 @@ class _Cut:
         direct = store == "REGISTERS"
         size = {"SHARED": self.tile, "REGISTERS": threads // 32 * self.tokens * d * self.input_bytes}.get(store, 0)
         size += _align(self.tokens * (d + 8) * 4) if fmt.rotate and not direct else 0
-        size += 16 * self.tokens + (self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0)
+        size += 16 * self.tokens * (threads // 32 if direct else 1) + (
+            self.tokens * (self.rope_dim // 2 + 8) * 8 if self.rope_dim else 0
+        )
         size += 2 * _align(4 << fmt.dense.bits) if fmt.dense else 0
         size += pack_codebook.BYTES if fmt.dense and fmt.dense.bits in pack_codebook.WIDTHS else 0
-        size += self.heads * d // BAND * BAND_TREE if fmt.banded else 0
+        size += self.heads * d // BAND * BAND_BOOK if fmt.banded else 0
         size += _align(8 * self.scales)
         size += _align(4 * self.scales) if fmt.dense and fmt.dense.scales == "online" else 0
         size += 8 * self.heads * d if select == "CHANNEL_BUNDLE" else 0
@@ -142,7 +153,7 @@ def plan(geometry: PageGeometry, rope: Rope | None, dtype: torch.dtype, arch: st
     if fmt.domain == "pre_rope" and rope is None:
         raise KernelError("keys stored before RoPE: the pack kernel needs the rotary embedding to undo it")
     if is_direct(geometry, dtype):
-        return _direct_plan(geometry, dtype)
+        return _direct_plan(geometry, dtype, arch)
     select, part = select_kind(geometry), fmt.dense
     room, whole = (1024 * k for k in _SHARED[arch])
     rope_dim = rope.dim if rope and fmt.domain == "pre_rope" else 0
@@ -209,15 +220,21 @@ def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
     return fmt.sketch is not None and fmt.dense is None
 
 
-def _direct_plan(geometry: PageGeometry, dtype: torch.dtype) -> Plan:
+def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     """Warps take 32 tokens of a head if their vectors fit registers beside the sums, so that a warp reads the matrix
-    once for twice the numbers."""
-    shape = geometry.shape
+    once for twice the numbers; those of a CTA take the same heads in turn, and share matrices if these fit."""
+    shape, fmt = geometry.shape, geometry.format
     tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
-    heads, threads = min(8, shape.h_kv), 64
-    made = _Cut(geometry, 0, dtype.itemsize, tokens, heads)
-    size = made.shared("REGISTERS", 1, threads)
-    return Plan("NONE", 0, 0, tokens, heads, made.slices, False, "REGISTERS", threads, 6, size, 0)
+    cut = _Cut(geometry, 0, dtype.itemsize, tokens, min(DIRECT_HEADS, shape.h_kv))
+    rows = shape.d if fmt.rotate else fmt.sketch.m if fmt.sketch else 0
+    matrices = 2 * shape.d * rows * (2 if fmt.rotate and fmt.rotate.kind == "learned" else 1)
+    ways = [(threads, cut.shared("REGISTERS", 1, threads), matrices) for threads in (512, 256, 128)]
+    fits = [way for way in ways if way[1] + matrices <= 1024 * _SHARED[arch][0]]
+    threads, size, held = fits[0] if fits else (*ways[1][:2], 0)
+    return Plan(
+        "NONE", 0, 0, tokens, cut.heads, ceil(shape.h_kv / cut.heads), False, "REGISTERS", threads,
+        max(1, 512 // threads), size + held, 0, units=shape.t // tokens, held=held > 0,
+    )  # fmt: skip
 
 
 def outlier_steps(geometry: PageGeometry) -> int:
@@ -284,6 +301,7 @@ def _unit(
         "HEADS": p.heads,
         "CTAS": p.ctas,
         "CLUSTER": int(p.cluster),
+        "HELD": int(p.held),
         "THREADS": p.threads,
         "OUTLIER_STEPS": outlier_steps(geometry),
     }

@@ -28,8 +28,9 @@ from artifacts import (
     Sketch,
     Sparse,
     Window,
+    eight_bits,
 )
-from artifacts.fields import SideName
+from artifacts.fields import PageShape, SideName
 from artifacts.parts.banded import BAND
 
 DENSE: dict[str, dict[str, Any] | None] = {
@@ -348,7 +349,9 @@ def random_tensors(fmt: Format, h_kv: int, d: int, seed: int) -> dict[str, NDArr
         whole["widths"] = band_widths(fmt.banded, h_kv, d // BAND, rng)
         tensors["signposts"] = np.sort(rng.uniform(-1, 1, (*whole["widths"].shape, 1 << fmt.banded.most)))
     found = whole | {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    return found | (_sketches(fmt.sketch, h_kv, d, rng) if fmt.sketch else {})
+    found |= _sketches(fmt.sketch, h_kv, d, rng) if fmt.sketch else {}
+    specs = fmt.bundle_tensors(PageShape(fmt.t, h_kv, d, "key"))
+    return {name: eight_bits(tensor) if specs[name].coarse else tensor for name, tensor in found.items()}
 
 
 def band_widths(part: Banded, h_kv: int, bands: int, rng: np.random.Generator) -> NDArray[np.uint8]:

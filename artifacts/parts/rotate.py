@@ -37,7 +37,7 @@ class Rotate:
         """rotation: the matrix P, a row vector x becomes x P; one for all heads of the layer, or one for each."""
         if self.kind == "learned":
             return {"rotation": TensorSpec("int8", (shape.h_kv, shape.d, shape.d))}
-        return {"rotation": TensorSpec("float32", (shape.d, shape.d))}
+        return {"rotation": TensorSpec("float32", (shape.d, shape.d), coarse=True)}
 
     def derived_bytes(self, shape: PageShape) -> int:
         """Bytes that a GPU holds beside a learned matrix: the same as halves, which packing multiplies with, and its

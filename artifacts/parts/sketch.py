@@ -55,8 +55,8 @@ class Sketch:
 
     def bundle_tensors(self, shape: PageShape) -> dict[str, TensorSpec]:
         """sketch, outlier_sketch: the matrices S; outlier_mask: 1 where a channel has the second one."""
-        tensors = {"sketch": TensorSpec("float32", (self.m, shape.d))}
+        tensors = {"sketch": TensorSpec("float32", (self.m, shape.d), coarse=True)}
         if self.outliers:
-            tensors["outlier_sketch"] = TensorSpec("float32", (self.outlier_m, shape.d))
+            tensors["outlier_sketch"] = TensorSpec("float32", (self.outlier_m, shape.d), coarse=True)
             tensors["outlier_mask"] = TensorSpec("uint8", (shape.h_kv, shape.d))
         return tensors

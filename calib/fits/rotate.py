@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from artifacts import eight_bits
 from calib.fits import Fit, Side
 from calib.statistics import LaneSums
 
@@ -28,7 +29,7 @@ def pending(side: Side) -> Fit | None:
         return MomentFit(side.method.weights)
     generator = torch.Generator().manual_seed(crc32(f"{side.name} {side.method.seed}".encode()))
     make = haar if part.kind == "haar" else hadamard
-    side.tables["rotation"] = make(side.shape.d, generator).float()
+    side.tables["rotation"] = torch.from_numpy(eight_bits(make(side.shape.d, generator).numpy()))
     return None
 
 

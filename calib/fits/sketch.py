@@ -7,6 +7,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from artifacts import eight_bits
 from artifacts.parts import Sketch
 from calib.fits import Fit, Side
 from calib.statistics import LaneSums
@@ -28,18 +29,23 @@ def pending(side: Side) -> Fit | None:
 
 
 def matrix(m: int, d: int, rows: str, generator: torch.Generator) -> Tensor:
-    """S, float32 [m, d]: Gaussian rows, or blocks of at most d orthogonal rows of norm sqrt(d).
+    """S, float32 [m, d]: Gaussian rows, or blocks of at most d orthogonal rows of norm sqrt(d), in eight bits.
 
     Each block is d rows of a uniformly random orthogonal matrix, so every single row is uniform on the sphere.
     """
     if rows == "gaussian":
-        return torch.randn(m, d, dtype=torch.float64, generator=generator).float()
+        return coarse(torch.randn(m, d, dtype=torch.float64, generator=generator))
     blocks = []
     for start in range(0, m, d):
         square = torch.randn(d, d, dtype=torch.float64, generator=generator)
         q, r = torch.linalg.qr(square)
         blocks.append((q * r.diagonal().sign())[: min(d, m - start)] * d**0.5)
-    return torch.cat(blocks).float()
+    return coarse(torch.cat(blocks))
+
+
+def coarse(x: Tensor) -> Tensor:
+    """`artifacts.eight_bits` of a tensor on the CPU."""
+    return torch.from_numpy(eight_bits(x.numpy()))
 
 
 class MaskFit(Fit):

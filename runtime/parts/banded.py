@@ -15,7 +15,7 @@ from artifacts.fields import PageShape
 from artifacts.order import LANES, TILE, band_code_order, band_order
 from artifacts.parts import Banded
 from artifacts.parts.banded import BAND
-from runtime import codes
+from runtime import codes, pack_codebook
 from runtime.parts.dense import signpost_steps
 
 
@@ -60,6 +60,7 @@ def signposts(tables: dict[str, Tensor]) -> Tensor:
     return torch.round(tables["signposts"] * of_band) / of_band
 
 
+BINS = 128  # of a band, as in cuda/pack_bands.cuh
 UNITS = 128  # of one, in which kernels count a band's numbers
 
 
@@ -90,22 +91,24 @@ def kernel_tables(tables: dict[str, Tensor], shape: PageShape) -> dict[str, Tens
 
 
 def pack_tables(tables: dict[str, Tensor]) -> Tensor:
-    """What packing reads of a side: float32 [h_kv, bands, 32], `BandTree` of cuda/pack_bands.cuh.
+    """What packing reads of a side: uint8 [h_kv, bands, 288], `BandBook` of cuda/pack_bands.cuh.
 
-    Edges in the order of a binary search, level after level from place 1 on; at place 0 the bits of the width and, from
-    the ninth on, how many bits stand before; then the 16 codes' values.
+    The edges and infinity, float32 [16]; the codes' values, float32 [16]; the width and how many bits stand before,
+    int32; of widths that are found so, bins.
     """
     widths, values = tables["widths"].long(), signposts(tables)
-    found = torch.zeros(*widths.shape, 32, device=values.device)
-    found[..., 0] = (widths | row_starts(widths) << 8).int().view(torch.float32)
-    found[..., 16 : 16 + values.shape[-1]] = values
+    numbers = torch.zeros(*widths.shape, 32, device=values.device)
+    numbers[..., :16] = torch.inf
+    numbers[..., 16 : 16 + values.shape[-1]] = values
+    places = torch.stack([widths, row_starts(widths), 0 * widths, 0 * widths], -1).int()
+    bins = torch.zeros(*widths.shape, 16 + BINS, dtype=torch.uint8, device=values.device)
     for width in range(1, values.shape[-1].bit_length()):
         chosen = widths == width
         between = edges(values[chosen][:, : 1 << width])
-        for level in range(width):
-            step = 1 << (width - level)
-            found[..., 1 << level : 2 << level][chosen] = between[:, step // 2 - 1 :: step]
-    return found
+        numbers[..., : between.shape[-1]][chosen] = between
+        if width in pack_codebook.WIDTHS and len(between):
+            bins[chosen] = pack_codebook.binned(between, BINS)
+    return torch.cat([numbers.view(torch.uint8), places.view(torch.uint8), bins], -1)
 
 
 def edges(book: Tensor) -> Tensor:

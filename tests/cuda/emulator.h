@@ -42,6 +42,8 @@ inline float load_shared(int address) { return *reinterpret_cast<const float*>(a
 inline void mark_outside(unsigned& word, unsigned bit, float x, float lower, float upper) {
     if (!(x >= lower && x <= upper)) word |= bit;
 }
+inline void mark_above(unsigned& word, unsigned bit, float x, float edge) { word |= x > edge ? bit : 0u; }
+inline void mark_code(unsigned& word, unsigned bit, float x, float low, float middle, float high) { word |= ((x > low) + (x > middle) + (x > high)) * bit; }
 inline int load_shared_byte(unsigned address) { return *at_shared(static_cast<int>(address)); }
 inline float saturated_product(float a, float b, float c) {
     const float y = std::fma(a, b, c);
@@ -126,7 +128,8 @@ template <typename Half>
 float2 widen_pair(unsigned x, Half) {
     return {widen(half_of<Half>(x, 0)), widen(half_of<Half>(x, 1))};
 }
-inline unsigned settled(unsigned x) { return x; }
+inline unsigned signs_of(float a, float b) { return (as_word(a) >> 31) * 0xFFu | (as_word(b) >> 31) * 0xFF00u; }
+inline unsigned join_halves(unsigned low, unsigned high) { return (low & 0xFFFFu) | high << 16; }
 inline uint4 load_table(const uint4* p) { return *p; }
 
 // Lane 4 r + c of a: rows r and r + 8 (words 0 and 1), columns 2 c and the next; words 2 and 3: columns 8 further on. Of b: those rows

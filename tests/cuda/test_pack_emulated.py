@@ -80,9 +80,10 @@ class Emulated:
         self.params.workspace = workspace.data_ptr()
         argument = layers_type(1)()
         for first in range(0, b, at_once or b):
+            some = min(at_once or b, b - first)
+            self.params.pages, self.params.sequences = pages, some
             argument.layer[0] = self.params.from_sequence(first, 2) if at_once else self.params
-            grid = (pages * self.plan.ctas, min(at_once or b, b - first), 1)
-            self.kernel.launch(grid, self.plan.threads, self.plan.shared, argument)
+            self.kernel.launch(self.plan.grid(pages, some, 1), self.plan.threads, self.plan.shared, argument)
 
 
 # What the first kernel packs of formats with factors.
@@ -271,7 +272,7 @@ def test_layers_at_once(index):
         params.lengths, params.fresh, params.table_stride = lengths.data_ptr(), 1, 1
         layers.layer[i] = params
         pools[1][i].write(table[0].long(), reference(codec, rotation, x, 0, 1, 0))
-    Module(unit).kernel("pack").launch((first.plan.ctas, 1, 2), first.plan.threads, first.plan.shared, layers)
+    Module(unit).kernel("pack").launch(first.plan.grid(1, 1, 2), first.plan.threads, first.plan.shared, layers)
     assert first.status.item() == 0
     for got, wanted in zip(*pools, strict=True):
         assert not differences(got, wanted)
