@@ -46,7 +46,8 @@ struct BinsHead {
     int last;              // bin
     int most;              // edges in one bin: 1 but for codebooks with edges closer than bins
 };
-template <int BITS>
+// MOST: edges in one bin at most, if that is known when kernels are compiled; else 0, and the table says it.
+template <int BITS, int MOST = 0>
 struct Bins {
     static constexpr int ROOM = 256, TABLE_BYTES = sizeof(BinsHead) + ROOM;  // u8 [ROOM]: 4 * edges below the bin
     int edges, bins;  // addresses: ascending edges and infinity; bins
@@ -65,7 +66,7 @@ struct Bins {
     __device__ __forceinline__ void find(const float (&x)[COUNT], int (&places)[COUNT]) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) places[i] = load_shared_byte(bins + as_word(mul(saturated_product(x[i], factor, offset), step)));
-        int left = most;
+        int left = MOST > 0 ? MOST : most;
         do {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
@@ -83,13 +84,13 @@ struct Bins {
 };
 
 // Three levels of a tree cost as much as a bin with its edge, with four it is twice that.
-template <int BITS, bool BINNED = BITS == 3 || BITS == 4>
+template <int BITS, int MOST = 0, bool BINNED = BITS == 3 || BITS == 4>
 struct Codebook {
     using Type = Search<BITS>;
 };
-template <int BITS>
-struct Codebook<BITS, true> {
-    using Type = Bins<BITS>;
+template <int BITS, int MOST>
+struct Codebook<BITS, MOST, true> {
+    using Type = Bins<BITS, MOST>;
 };
 
 }  // namespace signpost

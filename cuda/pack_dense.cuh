@@ -22,7 +22,7 @@ struct Dense {
     static constexpr int D = A::D, TOKENS = A::TOKENS, HEADS = A::HEADS, BITS = S::BITS ? S::BITS : 1;
     static constexpr int RUNS = D / 64;  // of 32 codes that a lane has of a tile
     static constexpr int AT_ONCE = Page<S, P>::AT_ONCE;
-    using Codes = typename Codebook<BITS>::Type;
+    using Codes = typename Codebook<BITS, P::EDGES>::Type;
     using Run = signpost::Codes<BITS>;
     static constexpr int WIDE = Run::WIDE;
 
@@ -71,7 +71,7 @@ struct Dense {
     // MOST bytes at most.
     template <int MOST>
     __device__ __forceinline__ void copy_table(int at, const unsigned char* from, int bytes = MOST) const {
-        if (A::H % HEADS == 0) bytes = MOST;  // of all slices
+        if (A::H % HEADS == 0 && P::STORE != Store::REGISTERS) bytes = MOST;  // of all slices
 #pragma unroll
         for (int first = 0; first < MOST; first += A::THREADS * 16) {
             const int i = first + threadIdx.x * 16;

@@ -31,21 +31,25 @@ struct Direct {
     D& dense;
 
     __device__ __forceinline__ void run() {
-        const int warp = threadIdx.x / 32, unit = blockIdx.x / P::CTAS * A::WARPS + warp, number = unit / UNITS, pages = page.params.pages;
-        page.take(unit % UNITS * A::HEAD_SLICES + blockIdx.x % P::CTAS);
+        const int each = page.params.heads_each, slices = (A::H + each - 1) / each, pages = page.params.pages;
+        const int warp = threadIdx.x / 32, unit = static_cast<int>(blockIdx.x) / slices * A::WARPS + warp, number = unit / UNITS;
+        page.slice = unit % UNITS * A::HEAD_SLICES;
+        page.first_head = static_cast<int>(blockIdx.x) % slices * each;
+        page.heads = min(each, A::H - page.first_head);
         bool there = number < page.params.sequences * pages && page.locate(number / pages, number % pages);
         if constexpr (S::BITS > 0) dense.load_codebook();
         if constexpr (S::BANDED > 0) dense.load_scales();
         there = there && page.found();
         Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
         unsigned char* const vectors = page.shared + L::TILE_AT + warp * L::WARP_BYTES;
+        bool even = true;  // are tokens as far apart as the first two
         const auto fetch = [&](int head) {
-            All::fetch(vectors, [&](int token) { return rows[token].of(page.first_head + head); });
+            const auto from = [&](int token) { return rows[token].of(page.first_head + head); };
+            if (even) All::template fetch<true>(vectors, from);
+            else All::template fetch<false>(vectors, from);
         };
         if (there) {
-            const int lane = threadIdx.x % 32;
-            if (lane < A::TOKENS) rows[lane] = page.source(A::token(page.slice, lane));
-            __syncwarp();
+            even = find_rows(rows);
             fetch(0);
         }
         bring_matrix(0);
@@ -79,6 +83,16 @@ struct Direct {
         }
     }
 
+    // Where the tokens of the warp are. Returns whether all are as far apart.
+    __device__ __forceinline__ bool find_rows(Row* rows) const {
+        const int lane = threadIdx.x % 32 % A::TOKENS;
+        const Row mine = page.source(A::token(page.slice, lane));
+        if (threadIdx.x % 32 < A::TOKENS) rows[lane] = mine;
+        __syncwarp();
+        const long long step = rows[1].data - rows[0].data;
+        return __all_sync(ALL_LANES, mine.head == rows[0].head && mine.data == rows[0].data + lane * step);
+    }
+
     // Heads' own matrices come one after the other, each while the one before it is used.
     static constexpr bool HELD = P::HELD != 0, IN_TURN = HELD && S::ROTATE == 2;
 
@@ -110,10 +124,8 @@ struct Direct {
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
             unsigned words[TILES][D::WIDE] = {};
-            encode_quarter<0>(x, search, words, head, run, factor);
-            encode_quarter<1>(x, search, words, head, run, factor);
-            encode_quarter<2>(x, search, words, head, run, factor);
-            encode_quarter<3>(x, search, words, head, run, factor);
+            encode_half<0>(x, search, words, head, run, factor);
+            encode_half<1>(x, search, words, head, run, factor);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 D::close(search, words[tile]);
@@ -122,41 +134,35 @@ struct Direct {
         }
     }
 
-    // Of a run's channels, which sixteen has quarter Q: of keys one of the head's first half and one of its second are in turn.
-    template <int Q>
-    static __device__ __forceinline__ constexpr int sixteen(int run) { return P::VALUES ? run * 4 + Q : run * 2 + Q / 2 + Q % 2 * (A::D / 32); }
-    // Which number of a run sum i (0: the first 8 columns, or tokens, 1: the others) [k] of a quarter is.
-    template <int Q>
-    static __device__ __forceinline__ constexpr int number(int i, int k) { return Q / 2 * 16 + (P::VALUES ? Q % 2 * 8 + i * 4 : i * 8 + Q % 2 * 4) + k; }
+    // Of a half of a run's channels the p-th sixteen: of keys one of the head's first half and one of its second.
+    static __device__ __forceinline__ constexpr int sixteen(int run, int half, int p) { return P::VALUES ? run * 4 + 2 * half + p : run * 2 + half + p * (A::D / 32); }
+    // Which number of its half sum [i][k] (i = 0: the first 8 columns, or tokens, 1: the others) of sixteen p is.
+    static __device__ __forceinline__ constexpr int number(int p, int i, int k) { return (P::VALUES ? p * 8 + i * 4 : i * 8 + p * 4) + k; }
 
     template <int N>
     __device__ __forceinline__ void find_factors(const All& x, int head, float (&factor)[GROUPS][N]) {
         const int lane = threadIdx.x % 32;
-        float norm[GROUPS];
-        const float most = x.norms(norm);
-        if (!(most <= HALF_MAX)) page.report(most <= FLOAT_MAX || !x.broken() ? 2 : 4);
-        F16* stored = reinterpret_cast<F16*>(page.head_page(page.first_head + head) + S::SCALE);
+        const float norm = x.norm();
+        if (__any_sync(ALL_LANES, !(norm <= HALF_MAX))) page.report(__any_sync(ALL_LANES, x.broken()) ? 4 : 2);
+        const F16 scale = narrow(norm);
+        if (lane < A::TOKENS) reinterpret_cast<F16*>(page.head_page(page.first_head + head) + S::SCALE)[A::token(page.slice, lane)] = scale;
+        const float wide = widen(scale), inverse = wide > 0.0f ? quotient(1.0f, wide) : 0.0f;
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const F16 scale = narrow(norm[group]);
-            if (lane % 4 == 0) stored[A::token(page.slice, group * 8 + lane / 4)] = scale;
-            const float wide = widen(scale), inverse = wide > 0.0f ? quotient(1.0f, wide) : 0.0f;
-#pragma unroll
-            for (int i = 0; i < N; ++i) factor[group][i] = P::VALUES ? __shfl_sync(ALL_LANES, inverse, (lane % 4 * 2 + i) * 4) : inverse;
-        }
+        for (int i = 0; i < GROUPS * N; ++i) factor[i / N][i % N] = __shfl_sync(ALL_LANES, inverse, i / N * 8 + (P::VALUES ? lane % 4 * 2 + i % N : lane / 4));
     }
 
-    // A quarter of a run, of all tiles.
-    template <int Q, int N>
-    __device__ __forceinline__ void encode_quarter(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
-                                                   const float (&factor)[GROUPS][N]) {
-        float sum[TILES][2][4];
-        x.template multiply<HELD>(sum, matrix(head), sixteen<Q>(run));
+    // Half a run, of all tiles.
+    template <int U, int N>
+    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
+                                                const float (&factor)[GROUPS][N]) {
+        float sum[2][TILES][2][4];
+        x.template multiply<HELD>(sum, matrix(head), {sixteen(run, U, 0), sixteen(run, U, 1)});
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            D::template add_codes_of<8>(search, words[tile], [](int k) { return number<Q>(k / 4, k % 4); }, [&](int k) {
+        for (int i = 0; i < 2 * TILES; ++i) {  // eight numbers at a time: there are few registers left
+            const int p = i / TILES, tile = i % TILES;
+            D::template add_codes_of<8>(search, words[tile], [&](int k) { return U * D::AT_ONCE + number(p, k / 4, k % 4); }, [&](int k) {
                 const int upper = P::VALUES ? k / 4 : k / 2 % 2;
-                return mul(sum[tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
+                return mul(sum[p][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
             });
         }
     }
@@ -165,37 +171,31 @@ struct Direct {
 
     __device__ __forceinline__ void rotate_bands(All& x, int head) {
 #pragma unroll 1
-        for (int run = 0; run < D::RUNS; ++run) {
-            encode_band<0>(x, head, run);
-            encode_band<1>(x, head, run);
-        }
+        for (int band = 0; band < 2 * D::RUNS; ++band) encode_band(x, head, band);
     }
 
     // Half a run of all tiles, the numbers of one band.
-    template <int U>
-    __device__ __forceinline__ void encode_band(const All& x, int head, int run) {
-        const BandBook& book = dense.book(head, 2 * run + U);
+    __device__ __forceinline__ void encode_band(const All& x, int head, int band) {
+        const BandBook& book = dense.book(head, band);
+        const int lane = threadIdx.x % 32;
+        const float2* factors = dense.factors + head * A::D + (P::VALUES ? band * 32 + lane / 4 : band * 16 + lane % 4 * 2);
         unsigned words[TILES][4] = {};
-        encode_quarter<2 * U>(x, book, words, head, run);
-        encode_quarter<2 * U + 1>(x, book, words, head, run);
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            float sum[1][TILES][2][4];
+            x.template multiply<HELD>(sum, matrix(head), {sixteen(0, band, p)});
+            if (p == 0 && band == 0) check(sum[0]);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                float at[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) at[k] = D::normalized(sum[0][tile][k / 4][k % 4], factors[A::Order::channels_on(number(p, k / 4, k % 4))]);
+                book.add(at, words[tile], [&](int k) { return number(p, k / 4, k % 4); });
+            }
+        }
         unsigned char* to = page.head_page(page.first_head + head) + S::CODES + page.slice / A::HEAD_SLICES * TILES * S::TILE_BYTES;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) book.store(words[tile], reinterpret_cast<unsigned short*>(to + tile * S::TILE_BYTES) + threadIdx.x % 32);
-    }
-    template <int Q>
-    __device__ __forceinline__ void encode_quarter(const All& x, const BandBook& book, unsigned (&words)[TILES][4], int head, int run) {
-        const int lane = threadIdx.x % 32;
-        float sum[TILES][2][4];
-        x.template multiply<HELD>(sum, matrix(head), sixteen<Q>(run));
-        if (Q == 0 && run == 0) check(sum);
-        const float2* factors = dense.factors + head * A::D + (P::VALUES ? run * 64 + lane / 4 : run * 32 + lane % 4 * 2);
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            float at[8];
-#pragma unroll
-            for (int k = 0; k < 8; ++k) at[k] = D::normalized(sum[tile][k / 4][k % 4], factors[A::Order::channels_on(number<Q>(k / 4, k % 4))]);
-            book.add(at, words[tile], [](int k) { return number<Q>(k / 4, k % 4) % BandBook::CODES; });
-        }
+        for (int tile = 0; tile < TILES; ++tile) book.store(words[tile], reinterpret_cast<unsigned short*>(to + tile * S::TILE_BYTES) + lane);
     }
 
     // A number that is NaN or infinite makes all its vector's sums so: one column tells.
@@ -249,12 +249,9 @@ struct Direct {
     template <int STEPS>
     __device__ __forceinline__ void store_norms(const Numbers<STEPS>& x, unsigned char* to) const {
         const int lane = threadIdx.x % 32;
-        float norm[GROUPS];
-        if (!(x.norms(norm) <= FLOAT_MAX) && x.broken()) page.report(4);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            if (lane % 4 == 0) reinterpret_cast<F16*>(to)[A::token(page.slice, group * 8 + lane / 4)] = saturated(norm[group]);
-        }
+        const float norm = x.norm();
+        if (__any_sync(ALL_LANES, !(norm <= FLOAT_MAX)) && x.broken()) page.report(4);
+        if (lane < A::TOKENS) reinterpret_cast<F16*>(to)[A::token(page.slice, lane)] = saturated(norm);
     }
 
     template <bool IS_HELD, int M, int STEPS>
@@ -266,14 +263,11 @@ struct Direct {
             unsigned words[TOGETHER] = {};
 #pragma unroll 1
             for (int i = 0; i < TOGETHER; ++i) {
+                float sum[2][TILES][2][4];
+                x.template multiply<IS_HELD>(sum, matrix, {2 * (first + i), 2 * (first + i) + 1});
                 unsigned signs[GROUPS][2];  // of one column in two
-                float sum[TILES][2][4];
-                x.template multiply<IS_HELD>(sum, matrix, 2 * (first + i));
 #pragma unroll
-                for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = signs_of_sums(sum[k / 4], k % 4);
-                x.template multiply<IS_HELD>(sum, matrix, 2 * (first + i) + 1);
-#pragma unroll
-                for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = join_halves(signs[k / 2][k % 2], signs_of_sums(sum[k / 4], k % 4));
+                for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = join_halves(signs_of_sums(sum[0][k / 4], k % 4), signs_of_sums(sum[1][k / 4], k % 4));
                 const unsigned word = word_of_mine(signs);
 #pragma unroll
                 for (int k = 0; k < TOGETHER; ++k) {

@@ -80,16 +80,19 @@ struct Vectors {
     // In shared memory a token's pieces are turned by its number, so that a piece of eight tokens lies in all banks.
     static __device__ __forceinline__ int at(int token, int piece) { return (token * PIECES + (piece ^ token % 8)) * 16; }
 
-    // Copies tokens to shared memory, without waiting. from(token): where its channels begin. A warp.
-    template <class From>
+    // Copies tokens to shared memory, without waiting. from(token): where its channels begin; EVEN: those of all tokens are as far apart. A warp.
+    template <bool EVEN, class From>
     static __device__ __forceinline__ void fetch(unsigned char* to, From from) {
         constexpr int AT_ONCE = 32 / PIECES;  // tokens
         static_assert(PIECES >= 8 && PIECES <= 32, "heads have 64 to 256 channels");
         const int piece = threadIdx.x % PIECES, first = threadIdx.x % 32 / PIECES;
-#pragma unroll 8
+        const auto begin = [&](int token) { return reinterpret_cast<const unsigned char*>(from(token)) + piece * 16; };
+        const unsigned char* here = begin(first);
+        const long long step = EVEN ? begin(first + AT_ONCE) - here : 0;
+#pragma unroll
         for (int i = 0; i < GROUPS * 8; i += AT_ONCE) {
-            const int token = first + i;
-            copy16(to + at(token, piece), reinterpret_cast<const unsigned char*>(from(token)) + piece * 16);
+            copy16(to + at(first + i, piece), EVEN ? here : begin(first + i));
+            here += step;
         }
     }
     __device__ __forceinline__ void load(const unsigned char* from) {
@@ -114,11 +117,10 @@ struct Vectors {
         }
     }
 
-    // Norm of each group's token of this lane, the same in lanes that share it: the diagonal of the product of each group with itself. Returns the largest, or NaN or
-    // infinity if one is.
-    __device__ __forceinline__ float norms(float (&norm)[GROUPS]) const {
-        const int lane = threadIdx.x % 32;
-        float most = 0.0f;
+    // Norm of the token that has the lane's number (of 16 tokens, twice): the diagonal of the product of each group with itself.
+    __device__ __forceinline__ float norm() const {
+        const int lane = threadIdx.x % 32, mine = lane % (8 * GROUPS);
+        float found = 0.0f;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             float sum[2][4] = {};
@@ -131,13 +133,12 @@ struct Vectors {
             }
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {  // lane 4 r + r / 2 has token r's
-                const float square = lane / 4 % 2 ? sum[upper][2 * upper + 1] : sum[upper][2 * upper];
-                const float found = root(__shfl_sync(ALL_LANES, square, lane / 4 * 4 + lane / 8));
-                norm[2 * tile + upper] = found;
-                most = found > most || found != found ? found : most;
+                const float diagonal = lane / 4 % 2 ? sum[upper][2 * upper + 1] : sum[upper][2 * upper];
+                const float of_token = __shfl_sync(ALL_LANES, diagonal, lane % 8 * 4 + lane % 8 / 2);
+                if (mine / 8 == 2 * tile + upper) found = of_token;
             }
         }
-        return most;
+        return root(found);
     }
 
     // Whether a number is NaN or infinite. Where a norm is neither, none is.
@@ -148,26 +149,29 @@ struct Vectors {
         return found;
     }
 
-    // HELD: the matrix is in shared memory. sum[tile][i]: products with columns of a sixteen: tokens r and r + 8 of the tile, columns 8 i + 2 c and the next; TURNED: columns r and r + 8,
-    // tokens 8 i + 2 c and the next.
-    template <bool HELD>
-    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4* matrix, int sixteen) const {
+    // HELD: the matrix is in shared memory. sum[p][tile][i]: products with columns of sixteen which[p]: tokens r and r + 8 of the tile, columns 8 i + 2 c and the
+    // next; TURNED: columns r and r + 8, tokens 8 i + 2 c and the next.
+    template <bool HELD, int SIXTEENS>
+    __device__ __forceinline__ void multiply(float (&sum)[SIXTEENS][TILES][2][4], const uint4* matrix, const int (&which)[SIXTEENS]) const {
 #pragma unroll
-        for (int i = 0; i < TILES * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
-        const uint4* const table = fragments(matrix, STEPS, sixteen);
+        for (int i = 0; i < SIXTEENS * TILES * 8; ++i) sum[i / 8 / TILES][i / 8 % TILES][i / 4 % 2][i % 4] = 0.0f;
+        const uint4* table[SIXTEENS];
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const uint4 m = HELD ? table[step * 32] : load_table(table + step * 32);
+        for (int p = 0; p < SIXTEENS; ++p) table[p] = fragments(matrix, STEPS, which[p]);
+#pragma unroll
+        for (int i = 0; i < STEPS * SIXTEENS; ++i) {
+            const int step = i / SIXTEENS, p = i % SIXTEENS;
+            const uint4 m = HELD ? table[p][step * 32] : load_table(table[p] + step * 32);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const unsigned(&x)[4] = words[tile][step];
                 if constexpr (TURNED) {
-                    multiply_tile(sum[tile][0], m, x[0], x[1], Half());
-                    multiply_tile(sum[tile][1], m, x[2], x[3], Half());
+                    multiply_tile(sum[p][tile][0], m, x[0], x[1], Half());
+                    multiply_tile(sum[p][tile][1], m, x[2], x[3], Half());
                 } else {
                     const uint4 all = make_uint4(x[0], x[1], x[2], x[3]);
-                    multiply_tile(sum[tile][0], all, m.x, m.y, Half());
-                    multiply_tile(sum[tile][1], all, m.z, m.w, Half());
+                    multiply_tile(sum[p][tile][0], all, m.x, m.y, Half());
+                    multiply_tile(sum[p][tile][1], all, m.z, m.w, Half());
                 }
             }
         }

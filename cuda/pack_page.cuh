@@ -8,8 +8,9 @@
 //   H, D, VALUES    kv heads, channels, 1 for values and 0 for keys
 //   Input           F16, BF16 or float: the model's numbers
 //   SELECT, PER_END, SLOTS   which numbers are outliers; online: so many at each end of a vector; room of a page's list
-//   TOKENS, HEADS   of a slice: 8 (half a tile: the tokens of half the lanes), or a multiple of 16
-//   CTAS            per page: as many as slices, or 1; of Store::REGISTERS for as many units of tokens as a CTA has warps
+//   EDGES           of the codebook in one bin (pack_codebook.cuh), at most; 0: known to its table only
+//   TOKENS, HEADS   of a slice (of Store::REGISTERS of heads at most): 8 (half a tile: the tokens of half the lanes), or a multiple of 16
+//   CTAS            per page: as many as slices, or 1
 //   CLUSTER         1: the CTAs of a page are a cluster
 //   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE;
 //                   or in REGISTERS, see pack_direct.cuh
@@ -78,7 +79,7 @@ struct PackParams {
     int fresh;             // with lengths: tokens that every sequence got since the last launch, at most T
     int capacity_pages, capacity_segments;
     int pages;             // of a sequence in the launch
-    int sequences;         // in the launch of Store::REGISTERS
+    int sequences, heads_each;  // of Store::REGISTERS: of the launch; that a CTA takes
     int splits;            // of a segment's tokens
     float scaling, unscaling;  // RoPE's factor on cos and sin; 1 / factor^2
 };
@@ -124,7 +125,7 @@ struct Shape {
 
     static_assert(D == 64 || D == 128 || D == 256, "pack kernels exist for head dimensions 64, 128 and 256");
     static_assert(T % TOKENS == 0 && (TOKENS == 8 || TOKENS % TILE == 0), "slices are halves of tiles or whole tiles of 16 tokens");
-    static_assert(P::CTAS == SLICES || (P::CTAS == 1 && SPARSE) || (P::CTAS == HEAD_SLICES && P::STORE == Store::REGISTERS), "a CTA packs one slice, or, where they have to agree, all, or a warp one");
+    static_assert(P::CTAS == SLICES || (P::CTAS == 1 && SPARSE) || P::STORE == Store::REGISTERS, "a CTA packs one slice, or, where they have to agree, all");
     static_assert(CLUSTER_CTAS <= 8, "clusters of more than 8 CTAs are not portable");
     static_assert(!SPARSE || P::CLUSTER || P::CTAS == 1, "outliers of all slices share a list");
     static_assert(P::SELECT != Select::TOKEN || HEADS == H, "a token's outliers are found over all heads");
@@ -258,13 +259,10 @@ struct Page {
 
     // Makes the index-th slice of this CTA the one at hand, without its numbers.
     __device__ __forceinline__ void turn_to(int index) {
-        take(A::SLICES_PER_CTA == 1 ? rank : index);
-        mask = at<unsigned>(L::MASK_AT) + index * A::MASK_WORDS;
-    }
-    __device__ __forceinline__ void take(int which) {
-        slice = which;
+        slice = A::SLICES_PER_CTA == 1 ? rank : index;
         first_head = A::first_head(slice);
         heads = min(A::HEADS, A::H - first_head);
+        mask = at<unsigned>(L::MASK_AT) + index * A::MASK_WORDS;
     }
 
     // Where the slice's tokens are. All threads; a barrier has to follow.

@@ -192,7 +192,7 @@ class PagedAttention:
 
     def _processors(self) -> int:
         """Multiprocessors, among which the blocks of a step are dealt out."""
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
+        return jit.processors(self.device)
 
     @staticmethod
     def _stream(device: torch.device) -> int:

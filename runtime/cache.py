@@ -224,7 +224,7 @@ def _begin_kernels(
     bundle: Bundle, b: int, max_tokens: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> None:
     """Begins to compile what steps and packing will load, all at once."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = jit.processors(device)
     sizes = {min(1 << i, b) for i in range(b.bit_length() + 1)}  # of an engine's steps
     batches = [(sequences, tokens, processors) for sequences in sizes for tokens in spans(max_tokens)]
     steps, arch = units(bundle, [dtype], batches), jit.arch_of(device)

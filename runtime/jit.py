@@ -111,6 +111,11 @@ def arch_of(device: Device) -> str:
     return _ARCH_OF[capability]
 
 
+def processors(device: Device) -> int:
+    """Multiprocessors of a GPU, among which blocks are dealt out."""
+    return torch.cuda.get_device_properties(_index(device)).multi_processor_count
+
+
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 

@@ -104,6 +104,7 @@ class Packer:
         self._factors = Factors(geometry, behind[0], self.device) if behind else None
         self._sketcher = behind[1].kernel("pack") if behind[1:] else None
         self._sketch_plan = sketch_plan(geometry, arch) if self._sketcher else self.plan
+        self._processors = jit.processors(self.device)
         self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         self._params = [self._of_layer(tables, rope) for tables in self.tables]
 
@@ -322,9 +323,10 @@ class Packer:
             self.reserve(b, pages, len(layers))
             for i, params in enumerate(layers):
                 params.workspace = self._workspace.data_ptr() + i * p.ctas * pages * b * p.workspace
+        grid, each = p.launch(self.geometry.shape.h_kv, pages, b, len(layers), self._processors)
         for params in layers:
-            params.pages, params.sequences = pages, b
-        self._launch(kernel, p, layers, p.grid(pages, b, len(layers)))
+            params.pages, params.sequences, params.heads_each = pages, b, each
+        self._launch(kernel, p, layers, grid)
 
     def _launch(
         self, kernel: jit.Kernel, p: Plan | Launch, layers: Sequence[Params], grid: tuple[int, int, int]

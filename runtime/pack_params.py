@@ -42,7 +42,10 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_longlong) for name in ("table_stride", "segment_stride")),
         *((name, ctypes.c_int) for name in ("ring_capacity", "prompt_first", "first_page", "fresh")),
-        *((name, ctypes.c_int) for name in ("capacity_pages", "capacity_segments", "pages", "sequences", "splits")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("capacity_pages", "capacity_segments", "pages", "sequences", "heads_each", "splits")
+        ),
         ("scaling", ctypes.c_float),
         ("unscaling", ctypes.c_float),
     )

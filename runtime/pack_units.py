@@ -24,7 +24,7 @@ HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 4 * 64  # bytes of a warp: `PackLayout::QUEUE`
-DIRECT_HEADS = 4  # of a slice whose numbers go straight to registers
+DIRECT_HEADS = 8  # of a slice with bands, at most, if its numbers go straight to registers
 BAND_BOOK = 288  # bytes: `BandBook` of cuda/pack_bands.cuh
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
@@ -52,11 +52,20 @@ class Plan:
     units: int = 0  # of a page, if warps pack them (`cuda/pack_direct.cuh`)
     held: bool = False  # matrices are in shared memory
 
-    def grid(self, pages: int, b: int, layers: int) -> tuple[int, int, int]:
-        """Of a launch that packs so many pages of b sequences of each layer."""
-        if self.units:
-            return ceil(pages * b * self.units / (self.threads // 32)) * self.ctas, 1, layers
-        return pages * self.ctas, b, layers
+    def launch(self, h_kv: int, pages: int, b: int, layers: int, processors: int) -> tuple[tuple[int, int, int], int]:
+        """The grid that packs so many pages of b sequences of each layer, and how many heads a CTA takes in turn.
+
+        Where warps pack units, a CTA's beginning takes about half as long as a head's, and as many CTAs as there is
+        room for begin at once."""
+        if not self.units:
+            return (pages * self.ctas, b, layers), self.heads
+        groups = ceil(pages * b * self.units / (self.threads // 32))
+
+        def time(each: int) -> float:
+            return ceil(groups * layers * ceil(h_kv / each) / (processors * self.blocks)) * (each + 0.5)
+
+        each = min(range(1, self.heads + 1), key=time)
+        return (groups * ceil(h_kv / each), 1, layers), each
 
 
 def select_kind(geometry: PageGeometry) -> str:
@@ -67,6 +76,13 @@ def select_kind(geometry: PageGeometry) -> str:
     if part.axis == "token":
         return "TOKEN"
     return f"{part.axis.upper()}_{'BUNDLE' if part.thresholds == 'bundle' else 'PAGE'}"
+
+
+def edges_in_bins(geometry: PageGeometry) -> int:
+    """How many edges of the codebook a bin has at most (`pack_codebook.table`): 1 where formulas say how far they are
+    apart, 0 where calibration does."""
+    part = geometry.format.dense
+    return 0 if part is None or part.codebook in ("nuq", "nuq-qnorm") else 1
 
 
 def bounds_with_scales(geometry: PageGeometry) -> bool:
@@ -225,14 +241,14 @@ def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     once for twice the numbers; those of a CTA take the same heads in turn, and share matrices if these fit."""
     shape, fmt = geometry.shape, geometry.format
     tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
-    cut = _Cut(geometry, 0, dtype.itemsize, tokens, min(DIRECT_HEADS, shape.h_kv))
+    cut = _Cut(geometry, 0, dtype.itemsize, tokens, min(DIRECT_HEADS, shape.h_kv) if fmt.banded else shape.h_kv)
     rows = shape.d if fmt.rotate else fmt.sketch.m if fmt.sketch else 0
     matrices = 2 * shape.d * rows * (2 if fmt.rotate and fmt.rotate.kind == "learned" else 1)
     ways = [(threads, cut.shared("REGISTERS", 1, threads), matrices) for threads in (512, 256, 128)]
     fits = [way for way in ways if way[1] + matrices <= 1024 * _SHARED[arch][0]]
     threads, size, held = fits[0] if fits else (*ways[1][:2], 0)
     return Plan(
-        "NONE", 0, 0, tokens, cut.heads, ceil(shape.h_kv / cut.heads), False, "REGISTERS", threads,
+        "NONE", 0, 0, tokens, cut.heads, 1, False, "REGISTERS", threads,
         max(1, 512 // threads), size + held, 0, units=shape.t // tokens, held=held > 0,
     )  # fmt: skip
 
@@ -297,6 +313,7 @@ def _unit(
         "VALUES": int(shape.side == "value"),
         "PER_END": p.per_end,
         "SLOTS": p.slots,
+        "EDGES": edges_in_bins(geometry),
         "TOKENS": p.tokens,
         "HEADS": p.heads,
         "CTAS": p.ctas,

@@ -78,7 +78,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     for (int i = 0; i < 4; ++i) y |= static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7u) & 255u) << 8 * i;
     return y;
 }
-inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 [[noreturn]] inline void __trap() {
     std::fprintf(stderr, "trap\n");
     std::abort();

@@ -105,6 +105,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
     """From now on kernels are loaded for this machine; work space that a caller has not filled holds NaN."""
     monkeypatch.setattr(jit, "load", lambda unit, device: Module(unit))
     monkeypatch.setattr(jit, "arch_of", lambda device: arch)
+    monkeypatch.setattr(jit, "processors", lambda device: 3)
     monkeypatch.setattr(jit, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     empty = torch.empty

@@ -335,6 +335,8 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(votes[i]) << i;
     return bits;
 }
+inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
+inline bool __all_sync(unsigned, bool x) { return __ballot_sync(~0u, x) == ~0u; }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     const uint64_t* values = emulator::exchange(x);
     uint64_t most = 0;

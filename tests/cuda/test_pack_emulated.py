@@ -30,6 +30,7 @@ from tests.packing import (
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SIDES = sides()
+PROCESSORS = 3  # so few that a CTA takes several heads
 
 
 class HostRotation(Rotation):
@@ -56,7 +57,7 @@ class Emulated:
     """`runtime.pack.Packer` without a GPU."""
 
     def __init__(self, codec, rotation, dtype, arch, races=False):
-        geometry = codec.geometry
+        geometry, self.h_kv = codec.geometry, codec.geometry.shape.h_kv
         rope = rotation.rope if geometry.format.domain == "pre_rope" else None
         self.plan = pack_units.plan(geometry, rope, dtype, arch)
         self.module = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch), races)
@@ -81,9 +82,10 @@ class Emulated:
         argument = layers_type(1)()
         for first in range(0, b, at_once or b):
             some = min(at_once or b, b - first)
-            self.params.pages, self.params.sequences = pages, some
+            grid, each = self.plan.launch(self.h_kv, pages, some, 1, PROCESSORS)
+            self.params.pages, self.params.sequences, self.params.heads_each = pages, some, each
             argument.layer[0] = self.params.from_sequence(first, 2) if at_once else self.params
-            self.kernel.launch(self.plan.grid(pages, some, 1), self.plan.threads, self.plan.shared, argument)
+            self.kernel.launch(grid, self.plan.threads, self.plan.shared, argument)
 
 
 # What the first kernel packs of formats with factors.
@@ -272,7 +274,8 @@ def test_layers_at_once(index):
         params.lengths, params.fresh, params.table_stride = lengths.data_ptr(), 1, 1
         layers.layer[i] = params
         pools[1][i].write(table[0].long(), reference(codec, rotation, x, 0, 1, 0))
-    Module(unit).kernel("pack").launch(first.plan.grid(1, 1, 2), first.plan.threads, first.plan.shared, layers)
+    grid, _ = first.plan.launch(shape.h_kv, 1, 1, 2, PROCESSORS)
+    Module(unit).kernel("pack").launch(grid, first.plan.threads, first.plan.shared, layers)
     assert first.status.item() == 0
     for got, wanted in zip(*pools, strict=True):
         assert not differences(got, wanted)
