@@ -68,10 +68,16 @@ struct Dense {
             copy_table<HEADS * BANDS>(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);
         }
     }
+    // The same of one head, as a slice's `index`-th.
+    __device__ __forceinline__ void load_head(int head, int index) const {
+        constexpr int FACTORS = D * 8, BANDS = D / 32 * static_cast<int>(sizeof(BandBook));
+        copy_table<FACTORS>(L::FACTORS_AT + index * FACTORS, page.params.factors + head * FACTORS);
+        copy_table<BANDS>(L::BANDS_AT + index * BANDS, page.params.bands + head * BANDS);
+    }
     // MOST bytes at most.
     template <int MOST>
     __device__ __forceinline__ void copy_table(int at, const unsigned char* from, int bytes = MOST) const {
-        if (A::H % HEADS == 0 && P::STORE != Store::REGISTERS) bytes = MOST;  // of all slices
+        if (A::H % HEADS == 0) bytes = MOST;  // of all slices
 #pragma unroll
         for (int first = 0; first < MOST; first += A::THREADS * 16) {
             const int i = first + threadIdx.x * 16;

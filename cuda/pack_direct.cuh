@@ -38,7 +38,6 @@ struct Direct {
         page.heads = min(each, A::H - page.first_head);
         bool there = number < page.params.sequences * pages && page.locate(number / pages, number % pages);
         if constexpr (S::BITS > 0) dense.load_codebook();
-        if constexpr (S::BANDED > 0) dense.load_scales();
         there = there && page.found();
         Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
         unsigned char* const vectors = page.shared + L::TILE_AT + warp * L::WARP_BYTES;
@@ -52,13 +51,14 @@ struct Direct {
             even = find_rows(rows);
             fetch(0);
         }
-        bring_matrix(0);
+        bring(0);
         copy_wait();
         __syncthreads();
-        if (!there && !IN_TURN) return;
+        if (!there && !OWN && !ALTERNATE) return;
+        if (ALTERNATE && group() == 1) pass_turn(1, A::THREADS);
 #pragma unroll 1
         for (int head = 0; head < page.heads; ++head) {
-            if (IN_TURN && head + 1 < page.heads) bring_matrix(head + 1);
+            if (OWN && head + 1 < page.heads) bring(head + 1);
             if (there) {
                 copy_wait();
                 __syncwarp();
@@ -75,8 +75,10 @@ struct Direct {
                 } else {
                     rotate(x, head);
                 }
+            } else if constexpr (ALTERNATE) {
+                for (int i = 0; i < A::D / 16; ++i) await_turn(group(), A::THREADS), pass_turn(group(), A::THREADS);
             }
-            if constexpr (IN_TURN) {
+            if constexpr (OWN) {
                 copy_wait();
                 __syncthreads();
             }
@@ -93,17 +95,21 @@ struct Direct {
         return __all_sync(ALL_LANES, mine.head == rows[0].head && mine.data == rows[0].data + lane * step);
     }
 
-    // Heads' own matrices come one after the other, each while the one before it is used.
-    static constexpr bool HELD = P::HELD != 0, IN_TURN = HELD && S::ROTATE == 2;
+    // HELD: matrices are in shared memory. OWN: heads have matrices and tables of their own, which come one after the other, each while those before it are used.
+    // ALTERNATE: half of the warps multiply while the others look for codes; left to themselves all do the same at a time, in turn with tensor cores or without.
+    static constexpr bool HELD = P::HELD != 0, OWN = S::ROTATE == 2, ALTERNATE = S::ROTATE != 0;
+    static_assert(!OWN || A::HEADS == L::MATRICES, "tables of so many heads");
+    static __device__ __forceinline__ int group() { return threadIdx.x / (A::THREADS / 2); }
 
-    // Asks for the matrix of a head, or that of all heads, if it is to be held.
-    __device__ __forceinline__ void bring_matrix(int head) const {
+    // Asks for what warps share of a head, or of all heads.
+    __device__ __forceinline__ void bring(int head) const {
         if constexpr (HELD) {
             const unsigned char* from = reinterpret_cast<const unsigned char*>(S::SKETCH > 0 ? page.params.sketch : rotation(head));
             unsigned char* to = page.shared + L::MATRIX_AT + head % L::MATRICES * L::MATRIX_BYTES;
 #pragma unroll 4
             for (int i = threadIdx.x * 16; i < L::MATRIX_BYTES; i += A::THREADS * 16) copy16(to + i, from + i);
         }
+        if constexpr (S::BANDED > 0) dense.load_head(page.first_head + head, head % A::HEADS);
     }
     __device__ __forceinline__ const uint4* rotation(int head) const {
         return page.params.rotation + (S::ROTATE == 2 ? (page.first_head + head) * (A::D / 16 * (A::D / 16) * 32) : 0);
@@ -124,8 +130,10 @@ struct Direct {
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
             unsigned words[TILES][D::WIDE] = {};
-            encode_half<0>(x, search, words, head, run, factor);
-            encode_half<1>(x, search, words, head, run, factor);
+            encode_quarter<0>(x, search, words, head, run, factor);
+            encode_quarter<1>(x, search, words, head, run, factor);
+            encode_quarter<2>(x, search, words, head, run, factor);
+            encode_quarter<3>(x, search, words, head, run, factor);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 D::close(search, words[tile]);
@@ -151,20 +159,25 @@ struct Direct {
         for (int i = 0; i < GROUPS * N; ++i) factor[i / N][i % N] = __shfl_sync(ALL_LANES, inverse, i / N * 8 + (P::VALUES ? lane % 4 * 2 + i % N : lane / 4));
     }
 
-    // Half a run, of all tiles.
-    template <int U, int N>
-    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
-                                                const float (&factor)[GROUPS][N]) {
-        float sum[2][TILES][2][4];
-        x.template multiply<HELD>(sum, matrix(head), {sixteen(run, U, 0), sixteen(run, U, 1)});
+    // A quarter of a run, of all tiles.
+    template <int Q, int N>
+    __device__ __forceinline__ void encode_quarter(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
+                                                   const float (&factor)[GROUPS][N]) {
+        float sum[1][TILES][2][4];
+        multiply(sum, x, head, sixteen(run, Q / 2, Q % 2));
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {  // eight numbers at a time: there are few registers left
-            const int p = i / TILES, tile = i % TILES;
-            D::template add_codes_of<8>(search, words[tile], [&](int k) { return U * D::AT_ONCE + number(p, k / 4, k % 4); }, [&](int k) {
+        for (int tile = 0; tile < TILES; ++tile) {
+            D::template add_codes_of<8>(search, words[tile], [](int k) { return Q / 2 * D::AT_ONCE + number(Q % 2, k / 4, k % 4); }, [&](int k) {
                 const int upper = P::VALUES ? k / 4 : k / 2 % 2;
-                return mul(sum[p][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
+                return mul(sum[0][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
             });
         }
+    }
+    // When it is the turn of the warp's group.
+    __device__ __forceinline__ void multiply(float (&sum)[1][TILES][2][4], const All& x, int head, int which) const {
+        await_turn(group(), A::THREADS);
+        x.template multiply<HELD>(sum, matrix(head), {which});
+        pass_turn(group(), A::THREADS);
     }
 
     // ---- codes of a width by band ----
@@ -176,14 +189,14 @@ struct Direct {
 
     // Half a run of all tiles, the numbers of one band.
     __device__ __forceinline__ void encode_band(const All& x, int head, int band) {
-        const BandBook& book = dense.book(head, band);
+        const BandBook& book = dense.book(head % A::HEADS, band);
         const int lane = threadIdx.x % 32;
-        const float2* factors = dense.factors + head * A::D + (P::VALUES ? band * 32 + lane / 4 : band * 16 + lane % 4 * 2);
+        const float2* factors = dense.factors + head % A::HEADS * A::D + (P::VALUES ? band * 32 + lane / 4 : band * 16 + lane % 4 * 2);
         unsigned words[TILES][4] = {};
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
             float sum[1][TILES][2][4];
-            x.template multiply<HELD>(sum, matrix(head), {sixteen(0, band, p)});
+            multiply(sum, x, head, sixteen(0, band, p));
             if (p == 0 && band == 0) check(sum[0]);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {

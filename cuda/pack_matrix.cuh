@@ -85,7 +85,7 @@ struct Vectors {
     static __device__ __forceinline__ void fetch(unsigned char* to, From from) {
         constexpr int AT_ONCE = 32 / PIECES;  // tokens
         static_assert(PIECES >= 8 && PIECES <= 32, "heads have 64 to 256 channels");
-        const int piece = threadIdx.x % PIECES, first = threadIdx.x % 32 / PIECES;
+        const int piece = unknown(threadIdx.x % PIECES), first = unknown(threadIdx.x % 32 / PIECES);
         const auto begin = [&](int token) { return reinterpret_cast<const unsigned char*>(from(token)) + piece * 16; };
         const unsigned char* here = begin(first);
         const long long step = EVEN ? begin(first + AT_ONCE) - here : 0;
@@ -97,7 +97,7 @@ struct Vectors {
     }
     __device__ __forceinline__ void load(const unsigned char* from) {
         const int lane = threadIdx.x % 32, matrix = lane / 8, upper = TURNED ? matrix / 2 : matrix % 2, half = TURNED ? matrix % 2 : matrix / 2;
-        const unsigned start = shared_address(from), first = at(upper * 8 + lane % 8, half);
+        const unsigned start = shared_address(from), first = unknown(at(upper * 8 + lane % 8, half));
 #pragma unroll
         for (int i = 0; i < TILES * STEPS; ++i) {
             const uint4 x = load_matrices<false>(start + (first ^ 32 * (i % STEPS)) + i / STEPS * 16 * PIECES * 16);

@@ -9,11 +9,12 @@
 //   Input           F16, BF16 or float: the model's numbers
 //   SELECT, PER_END, SLOTS   which numbers are outliers; online: so many at each end of a vector; room of a page's list
 //   EDGES           of the codebook in one bin (pack_codebook.cuh), at most; 0: known to its table only
-//   TOKENS, HEADS   of a slice (of Store::REGISTERS of heads at most): 8 (half a tile: the tokens of half the lanes), or a multiple of 16
+//   TOKENS, HEADS   of a slice: 8 (half a tile: the tokens of half the lanes), or a multiple of 16
 //   CTAS            per page: as many as slices, or 1
 //   CLUSTER         1: the CTAs of a page are a cluster
 //   STORE           where a slice's numbers are: copied to SHARED memory, left in the INPUT, or (rotated ones only) in the WORKSPACE;
 //                   or in REGISTERS, see pack_direct.cuh
+//                   of Store::REGISTERS, TOKENS of a warp and HEADS whose tables are there at once
 //   HELD            of Store::REGISTERS, 1: matrices that all warps multiply with are in shared memory
 //   THREADS         of a CTA
 #pragma once

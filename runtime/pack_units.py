@@ -24,7 +24,6 @@ HEAD_DIMS = (64, 128, 256)
 CLUSTER_LIMIT = 8  # CTAs of a portable cluster
 CANDIDATES = 1024  # bytes of a warp: `PackLayout::CANDIDATE_BYTES`
 QUEUE = 4 * 64  # bytes of a warp: `PackLayout::QUEUE`
-DIRECT_HEADS = 8  # of a slice with bands, at most, if its numbers go straight to registers
 BAND_BOOK = 288  # bytes: `BandBook` of cuda/pack_bands.cuh
 
 # KiB of shared memory that a CTA can have, and all that an SM has.
@@ -64,7 +63,7 @@ class Plan:
         def time(each: int) -> float:
             return ceil(groups * layers * ceil(h_kv / each) / (processors * self.blocks)) * (each + 0.5)
 
-        each = min(range(1, self.heads + 1), key=time)
+        each = min(range(1, h_kv + 1), key=time)
         return (groups * ceil(h_kv / each), 1, layers), each
 
 
@@ -241,9 +240,10 @@ def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     once for twice the numbers; those of a CTA take the same heads in turn, and share matrices if these fit."""
     shape, fmt = geometry.shape, geometry.format
     tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
-    cut = _Cut(geometry, 0, dtype.itemsize, tokens, min(DIRECT_HEADS, shape.h_kv) if fmt.banded else shape.h_kv)
+    heads = 2 if fmt.rotate and fmt.rotate.kind == "learned" else 1  # one's tables while another one's come
+    cut = _Cut(geometry, 0, dtype.itemsize, tokens, heads)
     rows = shape.d if fmt.rotate else fmt.sketch.m if fmt.sketch else 0
-    matrices = 2 * shape.d * rows * (2 if fmt.rotate and fmt.rotate.kind == "learned" else 1)
+    matrices = 2 * shape.d * rows * heads
     ways = [(threads, cut.shared("REGISTERS", 1, threads), matrices) for threads in (512, 256, 128)]
     fits = [way for way in ways if way[1] + matrices <= 1024 * _SHARED[arch][0]]
     threads, size, held = fits[0] if fits else (*ways[1][:2], 0)

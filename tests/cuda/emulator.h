@@ -61,6 +61,12 @@ inline void copy_wait() {
     copy_commit();
     copy_pending<0>();
 }
+inline void pass_turn(int group, int) { ++emulator::current->block->turns[group ^ 1], ++emulator::progress; }
+inline void await_turn(int group, int threads) {
+    const int mine = ++emulator::current->turns * threads / 2;
+    while (emulator::current->block->turns[group] < mine) emulator::wait();
+    if (emulator::current->block->turns[group] > mine) std::fprintf(stderr, "a group of threads has passed two turns in a row\n"), std::abort();
+}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
 inline void cluster_arrive() {
     if (std::exchange(emulator::current->arrived, true)) std::fprintf(stderr, "a thread comes twice to where its cluster meets\n"), std::abort();
@@ -130,6 +136,7 @@ float2 widen_pair(unsigned x, Half) {
 }
 inline unsigned signs_of(float a, float b) { return (as_word(a) >> 31) * 0xFFu | (as_word(b) >> 31) * 0xFF00u; }
 inline unsigned join_halves(unsigned low, unsigned high) { return (low & 0xFFFFu) | high << 16; }
+inline unsigned unknown(unsigned x) { return x; }
 inline uint4 load_table(const uint4* p) { return *p; }
 
 // Lane 4 r + c of a: rows r and r + 8 (words 0 and 1), columns 2 c and the next; words 2 and 3: columns 8 further on. Of b: those rows
