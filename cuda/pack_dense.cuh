@@ -284,7 +284,7 @@ struct Dense {
         page.template load_run<FIRST>(x, row, head, channel);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
-            if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
+            if (!A::CHECKED && page.shows(k)) nothing = fmaf(x[k], 0.0f, nothing);
             at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
         }
         const BandBook& book = this->book(head, 2 * run + FIRST / AT_ONCE);
@@ -356,7 +356,7 @@ struct Dense {
             const float2* first = factors + (S::SCALES == Scales::TOKEN && !A::SPANS ? index(row, head, on) : index(row, head, channel));
             add_codes<FIRST>(search, words, [&](int k) {
                 const int i = FIRST + k;
-                if constexpr (!A::CHECKED) nothing = fmaf(x[k], 0.0f, nothing);
+                if (!A::CHECKED && page.shows(i)) nothing = fmaf(x[k], 0.0f, nothing);
                 return normalized(x[k], REGULAR ? first[scales_on(i)] : factors[index(row + Order::rows_on(i), head, channel + Order::channels_on(i))]);
             });
             look(Part<FIRST>(), x, row, head, channel);

@@ -175,11 +175,6 @@ __device__ __forceinline__ void copy_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Two groups of a CTA's warps that take turns at something: a group waits for its turn, and passes it on. The first group begins; the second one passes a turn before.
-// `threads`: of both. Nothing is said of memory.
-__device__ __forceinline__ void await_turn(int group, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(threads)); }
-__device__ __forceinline__ void pass_turn(int group, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(1 + (group ^ 1)), "r"(threads)); }
-
 // Asks for 128 bytes.
 __device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 

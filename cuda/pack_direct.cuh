@@ -41,21 +41,21 @@ struct Direct {
         there = there && page.found();
         Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
         unsigned char* const vectors = page.shared + L::TILE_AT + warp * L::WARP_BYTES;
-        bool even = true;  // are tokens as far apart as the first two
         const auto fetch = [&](int head) {
             const auto from = [&](int token) { return rows[token].of(page.first_head + head); };
-            if (even) All::template fetch<true>(vectors, from);
+            if (evenly(rows)) All::template fetch<true>(vectors, from);
             else All::template fetch<false>(vectors, from);
         };
         if (there) {
-            even = find_rows(rows);
+            const int lane = threadIdx.x % 32;
+            if (lane < A::TOKENS) rows[lane] = page.source(A::token(page.slice, lane));
+            __syncwarp();
             fetch(0);
         }
         bring(0);
         copy_wait();
         __syncthreads();
-        if (!there && !OWN && !ALTERNATE) return;
-        if (ALTERNATE && group() == 1) pass_turn(1, A::THREADS);
+        if (!there && !OWN) return;
 #pragma unroll 1
         for (int head = 0; head < page.heads; ++head) {
             if (OWN && head + 1 < page.heads) bring(head + 1);
@@ -75,8 +75,6 @@ struct Direct {
                 } else {
                     rotate(x, head);
                 }
-            } else if constexpr (ALTERNATE) {
-                for (int i = 0; i < A::D / 16; ++i) await_turn(group(), A::THREADS), pass_turn(group(), A::THREADS);
             }
             if constexpr (OWN) {
                 copy_wait();
@@ -85,21 +83,16 @@ struct Direct {
         }
     }
 
-    // Where the tokens of the warp are. Returns whether all are as far apart.
-    __device__ __forceinline__ bool find_rows(Row* rows) const {
+    // Whether all tokens of the warp are as far apart.
+    static __device__ __forceinline__ bool evenly(const Row* rows) {
         const int lane = threadIdx.x % 32 % A::TOKENS;
-        const Row mine = page.source(A::token(page.slice, lane));
-        if (threadIdx.x % 32 < A::TOKENS) rows[lane] = mine;
-        __syncwarp();
-        const long long step = rows[1].data - rows[0].data;
-        return __all_sync(ALL_LANES, mine.head == rows[0].head && mine.data == rows[0].data + lane * step);
+        const Row mine = rows[lane];
+        return __all_sync(ALL_LANES, mine.head == rows[0].head && mine.data == rows[0].data + lane * (rows[1].data - rows[0].data));
     }
 
     // HELD: matrices are in shared memory. OWN: heads have matrices and tables of their own, which come one after the other, each while those before it are used.
-    // ALTERNATE: half of the warps multiply while the others look for codes; left to themselves all do the same at a time, in turn with tensor cores or without.
-    static constexpr bool HELD = P::HELD != 0, OWN = S::ROTATE == 2, ALTERNATE = S::ROTATE != 0;
+    static constexpr bool HELD = P::HELD != 0, OWN = S::ROTATE == 2;
     static_assert(!OWN || A::HEADS == L::MATRICES, "tables of so many heads");
-    static __device__ __forceinline__ int group() { return threadIdx.x / (A::THREADS / 2); }
 
     // Asks for what warps share of a head, or of all heads.
     __device__ __forceinline__ void bring(int head) const {
@@ -130,10 +123,8 @@ struct Direct {
 #pragma unroll 1
         for (int run = 0; run < D::RUNS; ++run) {
             unsigned words[TILES][D::WIDE] = {};
-            encode_quarter<0>(x, search, words, head, run, factor);
-            encode_quarter<1>(x, search, words, head, run, factor);
-            encode_quarter<2>(x, search, words, head, run, factor);
-            encode_quarter<3>(x, search, words, head, run, factor);
+            encode_half<0>(x, search, words, head, run, factor);
+            encode_half<1>(x, search, words, head, run, factor);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 D::close(search, words[tile]);
@@ -159,25 +150,20 @@ struct Direct {
         for (int i = 0; i < GROUPS * N; ++i) factor[i / N][i % N] = __shfl_sync(ALL_LANES, inverse, i / N * 8 + (P::VALUES ? lane % 4 * 2 + i % N : lane / 4));
     }
 
-    // A quarter of a run, of all tiles.
-    template <int Q, int N>
-    __device__ __forceinline__ void encode_quarter(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
-                                                   const float (&factor)[GROUPS][N]) {
-        float sum[1][TILES][2][4];
-        multiply(sum, x, head, sixteen(run, Q / 2, Q % 2));
+    // Half a run, of all tiles.
+    template <int U, int N>
+    __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
+                                                const float (&factor)[GROUPS][N]) {
+        float sum[2][TILES][2][4];
+        x.template multiply<HELD>(sum, matrix(head), {sixteen(run, U, 0), sixteen(run, U, 1)});
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            D::template add_codes_of<8>(search, words[tile], [](int k) { return Q / 2 * D::AT_ONCE + number(Q % 2, k / 4, k % 4); }, [&](int k) {
+        for (int i = 0; i < 2 * TILES; ++i) {  // eight numbers at a time: there are few registers left
+            const int p = i / TILES, tile = i % TILES;
+            D::template add_codes_of<8>(search, words[tile], [&](int k) { return U * D::AT_ONCE + number(p, k / 4, k % 4); }, [&](int k) {
                 const int upper = P::VALUES ? k / 4 : k / 2 % 2;
-                return mul(sum[0][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
+                return mul(sum[p][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
             });
         }
-    }
-    // When it is the turn of the warp's group.
-    __device__ __forceinline__ void multiply(float (&sum)[1][TILES][2][4], const All& x, int head, int which) const {
-        await_turn(group(), A::THREADS);
-        x.template multiply<HELD>(sum, matrix(head), {which});
-        pass_turn(group(), A::THREADS);
     }
 
     // ---- codes of a width by band ----
@@ -196,7 +182,7 @@ struct Direct {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
             float sum[1][TILES][2][4];
-            multiply(sum, x, head, sixteen(0, band, p));
+            x.template multiply<HELD>(sum, matrix(head), {sixteen(0, band, p)});
             if (p == 0 && band == 0) check(sum[0]);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {

@@ -424,10 +424,14 @@ struct Page {
     // Of a run, the 32 numbers whose codes are a lane's words, so many are handled at once.
     static constexpr int AT_ONCE = 16;
 
+    // Numbers of a run are turned in pairs, i and i + 4, of which either shows whether both were finite.
+    static constexpr bool HALVES = S::ROPE_DIM == A::D && !S::INTERLEAVED;
+    static __device__ __forceinline__ constexpr bool shows(int i) { return !HALVES || P::VALUES || i / 4 % 2 == 0; }
+
     // Numbers FIRST ... of a run whose first number is at (row, head, channel).
     template <int FIRST>
     __device__ __forceinline__ void load_run(float (&x)[AT_ONCE], int row, int head, int channel) const {
-        constexpr bool KEYS = !P::VALUES, HALVES = S::ROPE_DIM == A::D && !S::INTERLEAVED;
+        constexpr bool KEYS = !P::VALUES;
         if constexpr (P::STORE != Store::SHARED || (S::ROPE_DIM > 0 && !HALVES)) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) x[i] = number_at(row + Order::rows_on(FIRST + i), head, channel + Order::channels_on(FIRST + i));

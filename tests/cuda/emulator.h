@@ -61,12 +61,6 @@ inline void copy_wait() {
     copy_commit();
     copy_pending<0>();
 }
-inline void pass_turn(int group, int) { ++emulator::current->block->turns[group ^ 1], ++emulator::progress; }
-inline void await_turn(int group, int threads) {
-    const int mine = ++emulator::current->turns * threads / 2;
-    while (emulator::current->block->turns[group] < mine) emulator::wait();
-    if (emulator::current->block->turns[group] > mine) std::fprintf(stderr, "a group of threads has passed two turns in a row\n"), std::abort();
-}
 inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
 inline void cluster_arrive() {
     if (std::exchange(emulator::current->arrived, true)) std::fprintf(stderr, "a thread comes twice to where its cluster meets\n"), std::abort();

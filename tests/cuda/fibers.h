@@ -99,7 +99,6 @@ struct Block {
     Barrier barrier;
     std::vector<Warp> warps;
     std::map<int, Barrier> groups;  // of threads that meet at a barrier with a number
-    int turns[2] = {0, 0};          // that threads have passed to each group
     std::map<unsigned, Arrivals> arrivals;  // by where they are in shared memory
     std::map<unsigned, Mail> mail;          // likewise
     std::unique_ptr<unsigned char[]> memory;
@@ -124,7 +123,6 @@ struct Fiber {
     std::unique_ptr<unsigned char[]> stack;
     std::vector<Copy> copies;                // since the last group
     std::vector<std::vector<Copy>> pending;  // groups
-    int turns = 0;                           // that it has taken
     bool arrived = false;                    // where its cluster meets, without having waited yet
 };
 
