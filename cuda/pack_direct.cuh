@@ -41,15 +41,17 @@ struct Direct {
         there = there && page.found();
         Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
         unsigned char* const vectors = page.shared + L::TILE_AT + warp * L::WARP_BYTES;
+        bool even = true;  // are tokens as far apart as the first two
         const auto fetch = [&](int head) {
             const auto from = [&](int token) { return rows[token].of(page.first_head + head); };
-            if (evenly(rows)) All::template fetch<true>(vectors, from);
+            if (even) All::template fetch<true>(vectors, from);
             else All::template fetch<false>(vectors, from);
         };
         if (there) {
             const int lane = threadIdx.x % 32;
             if (lane < A::TOKENS) rows[lane] = page.source(A::token(page.slice, lane));
             __syncwarp();
+            even = evenly(rows);
             fetch(0);
         }
         bring(0);
@@ -154,15 +156,17 @@ struct Direct {
     template <int U, int N>
     __device__ __forceinline__ void encode_half(const All& x, const typename D::Codes& search, unsigned (&words)[TILES][D::WIDE], int head, int run,
                                                 const float (&factor)[GROUPS][N]) {
-        float sum[2][TILES][2][4];
-        x.template multiply<HELD>(sum, matrix(head), {sixteen(run, U, 0), sixteen(run, U, 1)});
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {  // eight numbers at a time: there are few registers left
-            const int p = i / TILES, tile = i % TILES;
-            D::template add_codes_of<8>(search, words[tile], [&](int k) { return U * D::AT_ONCE + number(p, k / 4, k % 4); }, [&](int k) {
-                const int upper = P::VALUES ? k / 4 : k / 2 % 2;
-                return mul(sum[p][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
-            });
+        for (int p = 0; p < 2; ++p) {
+            float sum[1][TILES][2][4];
+            x.template multiply<HELD>(sum, matrix(head), {sixteen(run, U, p)});
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                D::template add_codes_of<8>(search, words[tile], [&](int k) { return U * D::AT_ONCE + number(p, k / 4, k % 4); }, [&](int k) {
+                    const int upper = P::VALUES ? k / 4 : k / 2 % 2;
+                    return mul(sum[0][tile][k / 4][k % 4], factor[2 * tile + upper][P::VALUES ? k % 2 : 0]);
+                });
+            }
         }
     }
 
@@ -188,7 +192,10 @@ struct Direct {
             for (int tile = 0; tile < TILES; ++tile) {
                 float at[8];
 #pragma unroll
-                for (int k = 0; k < 8; ++k) at[k] = D::normalized(sum[0][tile][k / 4][k % 4], factors[A::Order::channels_on(number(p, k / 4, k % 4))]);
+                for (int k = 0; k < 8; ++k) {
+                    const float2 by = factors[A::Order::channels_on(number(p, k / 4, k % 4))];
+                    at[k] = fmaf(sum[0][tile][k / 4][k % 4], by.x, by.y);
+                }
                 book.add(at, words[tile], [&](int k) { return number(p, k / 4, k % 4); });
             }
         }

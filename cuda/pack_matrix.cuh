@@ -97,7 +97,7 @@ struct Vectors {
     }
     __device__ __forceinline__ void load(const unsigned char* from) {
         const int lane = threadIdx.x % 32, matrix = lane / 8, upper = TURNED ? matrix / 2 : matrix % 2, half = TURNED ? matrix % 2 : matrix / 2;
-        const unsigned start = shared_address(from), first = unknown(at(upper * 8 + lane % 8, half));
+        const unsigned start = shared_address(from), first = at(upper * 8 + lane % 8, half);
 #pragma unroll
         for (int i = 0; i < TILES * STEPS; ++i) {
             const uint4 x = load_matrices<false>(start + (first ^ 32 * (i % STEPS)) + i / STEPS * 16 * PIECES * 16);

@@ -52,7 +52,7 @@ struct PackParams {
     unsigned char* heads;      // [capacity_pages][H][HEAD_BYTES]
     unsigned char* records;    // [capacity_pages][RECORD_BYTES]
     const unsigned char* codebook;  // as it lies in shared memory from TREE_AT on: what finds codes, f32 [2^BITS]; the codes' numbers, f32 [2^BITS]; bins
-    const unsigned char* factors;   // of the bundle's scales, f32 [H][D][2]: 1 / scale (0 where it is 0), zero; with Shape::TOGETHER [4]: bounds behind them
+    const unsigned char* factors;   // of the bundle's scales, f32 [H][D][2]: 1 / scale (0 where it is 0), zero (for Store::REGISTERS -zero / scale); with Shape::TOGETHER [4]: bounds behind them
     const unsigned char* bands;     // BandBook (pack_bands.cuh) [H][D / 32]
     const float* scale;        // [H][D], from the bundle
     const float* lower;        // [H][D] or [1], like upper, finite

@@ -422,7 +422,8 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
     if "scale" in found:
         inverse = torch.where(found["scale"] > 0, 1 / found["scale"], 0.0)
         beside = [found["lower"], found["upper"]] if bounds_with_scales(codec.geometry) else []
-        found["factors"] = torch.stack([inverse, tables["zero"].float(), *beside], -1)
+        zero = tables["zero"].float()
+        found["factors"] = torch.stack([inverse, -zero * inverse if direct else zero, *beside], -1)
     if rotation is not None:
         found["inv_freq"] = rotation.inv_freq.float()
     if fmt.banded:
