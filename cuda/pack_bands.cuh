@@ -37,10 +37,10 @@ struct BandBook {
         return (at < 3 ? rows[at] : tops) >> shift & 7u;
     }
 
-    // Codes of a lane's normalized numbers in one tile, those of step s, half, upper and e at 8 s + 4 half + 2 upper + e, are put into `words`, which are 0 before the
-    // first: x[k] is number which(k).
-    template <int COUNT, class Which>
-    __device__ __forceinline__ void add(const float (&x)[COUNT], unsigned (&words)[4], Which which) const {
+    // Codes of a lane's normalized numbers in some tiles, those of step s, half, upper and e at 8 s + 4 half + 2 upper + e, are put into `words`, which are 0 before the
+    // first: x[tile][k] is number which(k).
+    template <int TILES, int COUNT, class Which>
+    __device__ __forceinline__ void add(const float (&x)[TILES][COUNT], unsigned (&words)[TILES][4], Which which) const {
         if (width() == 2) add_as<2>(x, words, which);
         else if (width() == 1) add_as<1>(x, words, which);
         else if (width() == 3) add_as<3>(x, words, which);
@@ -59,24 +59,28 @@ struct BandBook {
         }
     }
 
-    template <int WIDTH, int COUNT, class Which>
-    __device__ __forceinline__ void add_as(const float (&x)[COUNT], unsigned (&words)[4], Which which) const {
+    template <int WIDTH, int TILES, int COUNT, class Which>
+    __device__ __forceinline__ void add_as(const float (&x)[TILES][COUNT], unsigned (&words)[TILES][4], Which which) const {
         if constexpr (WIDTH <= 2) {
             const float low = edges[0], middle = WIDTH == 2 ? edges[1] : low, high = WIDTH == 2 ? edges[2] : low;
 #pragma unroll
-            for (int k = 0; k < COUNT; ++k) {
-                const int i = which(k);
-                if constexpr (WIDTH == 2) mark_code(words[row(i) / 2], 1u << (nibble(i) + row(i) % 2 * 2), x[k], low, middle, high);
-                else mark_above(words[0], 1u << (nibble(i) + row(i)), x[k], low);
+            for (int k = 0; k < TILES * COUNT; ++k) {
+                const int i = which(k % COUNT);
+                unsigned(&to)[4] = words[k / COUNT];
+                if constexpr (WIDTH == 2) mark_code(to[row(i) / 2], 1u << (nibble(i) + row(i) % 2 * 2), x[k / COUNT][k % COUNT], low, middle, high);
+                else mark_above(to[0], 1u << (nibble(i) + row(i)), x[k / COUNT][k % COUNT], low);
             }
         } else {
-            int places[COUNT];  // 4 * code
-            Bins<WIDTH>(edges, reinterpret_cast<const unsigned char*>(&head)).find(x, places);
+            float all[TILES * COUNT];
+            int places[TILES * COUNT];  // 4 * code
 #pragma unroll
-            for (int k = 0; k < COUNT; ++k) {
-                const int i = which(k);
+            for (int k = 0; k < TILES * COUNT; ++k) all[k] = x[k / COUNT][k % COUNT];
+            Bins<WIDTH>(edges, reinterpret_cast<const unsigned char*>(&head)).find(all, places);
+#pragma unroll
+            for (int k = 0; k < TILES * COUNT; ++k) {
+                const int i = which(k % COUNT);
                 const unsigned place = places[k];
-                words[row(i)] |= nibble(i) < 2 ? place >> 2 : place << (nibble(i) - 2);
+                words[k / COUNT][row(i)] |= nibble(i) < 2 ? place >> 2 : place << (nibble(i) - 2);
             }
         }
     }

@@ -280,18 +280,18 @@ struct Dense {
         using Order = typename A::Order;
         static_assert(AT_ONCE == BandBook::CODES, "half a run is a lane's share of a band");
         const float2* first = factors + index(row, head, channel);
-        float x[AT_ONCE], at[AT_ONCE];
+        float x[AT_ONCE], at[1][AT_ONCE];
         page.template load_run<FIRST>(x, row, head, channel);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             if (!A::CHECKED && page.shows(k)) nothing = fmaf(x[k], 0.0f, nothing);
-            at[k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
+            at[0][k] = normalized(x[k], first[Order::channels_on(FIRST + k)]);
         }
         const BandBook& book = this->book(head, 2 * run + FIRST / AT_ONCE);
         unsigned char* to = page.head_page(page.first_head + head) + S::CODES + (A::first_tile(page.slice) + tile) * S::TILE_BYTES;
-        unsigned words[4] = {};
+        unsigned words[1][4] = {};
         book.add(at, words, [](int k) { return k; });
-        book.store(words, reinterpret_cast<unsigned short*>(to) + lane);
+        book.store(words[0], reinterpret_cast<unsigned short*>(to) + lane);
         look(Part<FIRST>(), x, row, head, channel);
     }
 

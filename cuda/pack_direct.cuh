@@ -188,16 +188,14 @@ struct Direct {
             float sum[1][TILES][2][4];
             x.template multiply<HELD>(sum, matrix(head), {sixteen(0, band, p)});
             if (p == 0 && band == 0) check(sum[0]);
+            float at[TILES][8];
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                float at[8];
+            for (int k = 0; k < 8; ++k) {
+                const float2 by = factors[A::Order::channels_on(number(p, k / 4, k % 4))];
 #pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const float2 by = factors[A::Order::channels_on(number(p, k / 4, k % 4))];
-                    at[k] = fmaf(sum[0][tile][k / 4][k % 4], by.x, by.y);
-                }
-                book.add(at, words[tile], [&](int k) { return number(p, k / 4, k % 4); });
+                for (int tile = 0; tile < TILES; ++tile) at[tile][k] = fmaf(sum[0][tile][k / 4][k % 4], by.x, by.y);
             }
+            book.add(at, words, [&](int k) { return number(p, k / 4, k % 4); });
         }
         unsigned char* to = page.head_page(page.first_head + head) + S::CODES + page.slice / A::HEAD_SLICES * TILES * S::TILE_BYTES;
 #pragma unroll
