@@ -57,7 +57,7 @@ def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, st
     elif fmt.rotate:
         yield from _not_orthogonal("rotation", tensors["rotation"], 1.0)
         flat = np.abs(tensors["rotation"].astype(np.float64)) * np.sqrt(tensors["rotation"].shape[0])
-        if fmt.rotate.kind == "hadamard" and not np.allclose(flat, 1, rtol=0, atol=2.0**-9):
+        if fmt.rotate.kind == "hadamard" and not np.allclose(flat, 1, rtol=0, atol=2.0**-8):
             yield "rotation", "is no Hadamard matrix: its entries are not all of one size"
     if fmt.sketch and fmt.sketch.rows == "orthogonal":
         for name in ("sketch", "outlier_sketch"):
@@ -80,14 +80,14 @@ def _problems(fmt: Format, tensors: dict[str, Tensor]) -> Iterator[tuple[str, st
 def _not_orthogonal(name: str, matrix: NDArray[np.generic], square: float) -> Iterator[tuple[str, str]]:
     """square: squared norm that every row must have; rows come in blocks of d that are orthogonal among themselves.
 
-    An entry's rounding is at most 2^-9 of it, so a product of two rows is off by at most 2 * 2^-9 of the product of
-    their norms (and 2^-18), and twice that is allowed.
+    An entry's rounding is at most 2^-8 of it, so a product of two rows is off by at most 2 * 2^-8 of the product of
+    their norms (and 2^-16), and twice that is allowed.
     """
     rows, d = matrix.astype(np.float64), matrix.shape[1]
     for start in range(0, len(rows), d):
         block = rows[start : start + d]
         off = np.abs(block @ block.T / square - np.eye(len(block))).max()
-        if off > 2.0**-7:
+        if off > 2.0**-6:
             yield name, f"rows {start} to {start + len(block) - 1} are not orthogonal: a product is off by {off:.2g}"
             return
 

@@ -10,9 +10,11 @@ from artifacts import Banded, Dense, Format, FormatError, LayerFormat, PageGeome
 from artifacts.codes import unpack
 from artifacts.order import TILE, band_order
 from artifacts.parts.banded import BAND
+from runtime import pack_codebook
 from runtime.codec import Codec, PagePool
 from runtime.parts import banded, rotate
 from tests.formats import cache_numbers, random_bundle, random_tensors
+from tests.oracles.bins import check_bins
 from tests.oracles.codebooks import rounded
 from tests.oracles.order import band_places
 
@@ -228,20 +230,20 @@ def test_kernels_read_the_same_numbers(side):
             assert ((got - wanted).abs() <= 6 * U * size).all()
 
 
-def test_kernels_search_a_tree_of_edges():
-    """From node 1 on, to the right where a number exceeds the edge: so it ends at the code that the codec finds."""
+def test_what_packing_knows_of_a_band():
+    """Edges and numbers, width and bits before, and bins that find the code that the codec finds."""
     codec = codec_of(2.25, 4, 128)
-    for head, (widths, trees) in enumerate(zip(codec.tables["widths"], banded.pack_tables(codec.tables), strict=True)):
-        for band, (width, tree) in enumerate(zip(widths.tolist(), trees, strict=True)):
-            book = banded.signposts(codec.tables)[head, band, : 1 << width]
-            between = banded.edges(book)
-            x = torch.cat([torch.linspace(-1.1, 1.1, 64), between])
-            at = torch.ones(len(x), dtype=torch.int64)
-            for _ in range(width):
-                at = 2 * at + (x > tree[at])
-            assert torch.equal(at - (1 << width), torch.searchsorted(between, x))
-            assert torch.equal(tree[16 : 16 + (1 << width)], book)
-            assert int(tree[:1].view(torch.int32)) == width | int(widths[:band].sum()) << 8
+    for head, (widths, books) in enumerate(zip(codec.tables["widths"], banded.pack_tables(codec.tables), strict=True)):
+        for band, (width, found) in enumerate(zip(widths.tolist(), books, strict=True)):
+            values = banded.signposts(codec.tables)[head, band, : 1 << width]
+            between = banded.edges(values)
+            numbers, places = found[:128].view(torch.float32), found[128:144].view(torch.int32)
+            assert torch.equal(numbers[: len(between)], between)
+            assert (numbers[len(between) : 16] == torch.inf).all()
+            assert torch.equal(numbers[16 : 16 + (1 << width)], values)
+            assert places.tolist() == [width, int(widths[:band].sum()), 0, 0]
+            if width in pack_codebook.WIDTHS:
+                check_bins(found[144:].numpy(), between.numpy())
 
 
 def test_signposts_beyond_the_range_of_numbers_are_refused():

@@ -9,21 +9,9 @@ from hypothesis import strategies as st
 from artifacts import codebooks
 from runtime import pack_codebook
 from runtime.parts.dense import signpost_steps
+from tests.oracles.bins import check_bins
 
 INF = np.float32(np.inf)
-
-
-def codes(table: np.ndarray, edges: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """As `Bins` of cuda/pack_codebook.cuh; a sum in float64 stands for the fused product."""
-    factor, offset = table[:8].view(np.float32).astype(np.float64)
-    last, most = table[8:16].view(np.int32)
-    with np.errstate(invalid="ignore"):
-        share = np.clip(np.nan_to_num(x * factor + offset, nan=0.0, posinf=1.0, neginf=0.0), 0, 1).astype(np.float32)
-    places = table[16:][np.rint(share.astype(np.float64) * last).astype(int)].astype(int)
-    ends = np.append(edges, INF)
-    for _ in range(most):
-        places += 4 * (x > ends[places // 4])
-    return places // 4
 
 
 def check(edges: np.ndarray) -> int:
@@ -31,20 +19,39 @@ def check(edges: np.ndarray) -> int:
     edges = np.sort(edges).astype(np.float32)
     table = pack_codebook.table(torch.from_numpy(edges)).numpy()
     assert table.shape == (pack_codebook.BYTES,)
-    spread = np.linspace(edges[0], edges[-1], 2047, dtype=np.float32)
-    x = np.concatenate([edges, spread, [0, 1, -1, 1e30, -1e30, INF, -INF]]).astype(np.float32)
-    x = np.concatenate([x, np.nextafter(x, INF), np.nextafter(x, -INF)])
-    wanted = torch.bucketize(torch.from_numpy(x), torch.from_numpy(edges)).numpy()
-    np.testing.assert_array_equal(codes(table, edges, x), wanted)
-    assert codes(table, edges, np.array([np.nan], np.float32))[0] < len(edges) + 1
-    return int(table[12:16].view(np.int32)[0])
+    return check_bins(table, edges)
 
 
 @pytest.mark.parametrize("bits", pack_codebook.WIDTHS)
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", ["uniform", "normal_float", "lloyd"])
-def test_plain_codebooks(name, bits):
-    values = codebooks.lloyd_max(bits, 128) if name == "lloyd" else getattr(codebooks, name)(bits)
+def test_plain_codebooks(name, d, bits):
+    """Kernels are compiled for one edge a bin (`pack_units.edges_in_bins`)."""
+    values = codebooks.lloyd_max(bits, d) if name == "lloyd" else getattr(codebooks, name)(bits)
     assert check(0.5 * (values[1:] + values[:-1])) == 1
+
+
+@pytest.mark.parametrize("bits", pack_codebook.WIDTHS)
+@given(data=st.data())
+def test_evenly_spaced_codebooks(bits, data):
+    """Likewise."""
+    count = 1 << bits
+    step = data.draw(st.integers(1, 4094 // (count - 1)))
+    start = data.draw(st.integers(-2047, 2047 - step * (count - 1)))
+    values = (np.float32(start) + np.arange(count, dtype=np.float32) * np.float32(step)) / np.float32(2047)
+    assert check(np.float32(0.5) * (values[1:] + values[:-1])) == 1
+
+
+EDGES = st.lists(st.floats(-1, 1, width=32), min_size=7, max_size=7)
+
+
+@given(st.lists(EDGES, min_size=1, max_size=3), st.sampled_from([128, 256]))
+def test_bins_of_many_codebooks_at_once(many, room):
+    edges = np.sort(np.array(many, np.float32), axis=1)
+    found = pack_codebook.binned(torch.from_numpy(edges), room).numpy()
+    assert found.shape == (len(many), 16 + room)
+    for table, each in zip(found, edges, strict=True):
+        check_bins(table, each)
 
 
 @pytest.mark.parametrize("bits", pack_codebook.WIDTHS)
