@@ -18,7 +18,6 @@ from artifacts.fields import PageShape
 from artifacts.format import Format, LayerFormat
 from artifacts.geometry import CacheGeometry, PageGeometry
 from artifacts.loading import load
-from artifacts.matrices import eight_bits
 from artifacts.model import ModelFingerprint, Rope, Split
 from artifacts.parts import Banded, Center, Dense, LowRank, Rotate, Sketch, Sparse, Window
 
@@ -50,7 +49,6 @@ __all__ = [
     "Split",
     "UnsupportedModelError",
     "Window",
-    "eight_bits",
     "load",
     "verify",
 ]

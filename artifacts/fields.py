@@ -36,7 +36,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """dtype (numpy name) and shape of a tensor. coarse: its numbers have eight bits (`artifacts.eight_bits`)."""
+    """dtype (numpy name) and shape of a tensor. coarse: its numbers have eight bits (`artifacts/matrices.py`)."""
 
     dtype: str
     shape: tuple[int, ...]

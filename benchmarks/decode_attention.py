@@ -34,10 +34,10 @@ from artifacts import (
     Sketch,
     Sparse,
     Window,
-    eight_bits,
 )
 from artifacts.fields import SideName
 from artifacts.geometry import SEGMENT_PAGES
+from artifacts.matrices import eight_bits
 from artifacts.parts.banded import BAND
 from benchmarks.commands import require_gpu
 from runtime import jit

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from artifacts import eight_bits
 from artifacts.codebooks import lloyd_max
+from artifacts.matrices import eight_bits
 
 VECTORS = 65536
 

@@ -60,9 +60,6 @@ struct Dense {
     __device__ __forceinline__ void load_scales() {
         constexpr int OF_A_HEAD = D * (A::TOGETHER ? 16 : 8);
         copy_table<HEADS * OF_A_HEAD>(L::FACTORS_AT, page.params.factors + page.first_head * OF_A_HEAD, page.heads * OF_A_HEAD);
-        if constexpr (A::SPARSE) {  // corrections ask for few of the scales, late
-            for (int i = threadIdx.x * 32; i < page.heads * D; i += A::THREADS * 32) prefetch(page.params.scale + page.first_head * D + i);
-        }
         if constexpr (S::BANDED > 0) {
             constexpr int BANDS = D / 32 * static_cast<int>(sizeof(BandBook));
             copy_table<HEADS * BANDS>(L::BANDS_AT, page.params.bands + page.first_head * BANDS, page.heads * BANDS);

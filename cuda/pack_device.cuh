@@ -175,9 +175,6 @@ __device__ __forceinline__ void copy_pending() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Asks for 128 bytes.
-__device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
-
 // x, which no compiler knows anything of: what is made of it is made again in every turn of a loop, instead of being kept in registers.
 __device__ __forceinline__ unsigned unknown(unsigned x) {
     asm volatile("" : "+r"(x));

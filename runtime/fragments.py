@@ -22,7 +22,7 @@ def whole(matrix: Tensor, piece: torch.dtype, order: Tensor | None = None, first
     eight bits, which a bundle's matrices do not have."""
     if not torch.equal(matrix.to(piece).float(), matrix.float()):
         raise KernelError(
-            f"a matrix holds numbers that are not {piece}: bundles' have eight bits (artifacts.eight_bits)"
+            f"a matrix holds numbers that are not {piece}: bundles' have eight bits (artifacts/matrices.py)"
         )
     return fragments(matrix, piece, order, first_operand, 1)
 

@@ -28,9 +28,9 @@ from artifacts import (
     Sketch,
     Sparse,
     Window,
-    eight_bits,
 )
 from artifacts.fields import PageShape, SideName
+from artifacts.matrices import eight_bits
 from artifacts.parts.banded import BAND
 
 DENSE: dict[str, dict[str, Any] | None] = {

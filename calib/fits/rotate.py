@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from artifacts import eight_bits
+from artifacts.matrices import eight_bits
 from calib.fits import Fit, Side
 from calib.statistics import LaneSums
 

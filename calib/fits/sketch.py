@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from artifacts import eight_bits
+from artifacts.matrices import eight_bits
 from artifacts.parts import Sketch
 from calib.fits import Fit, Side
 from calib.statistics import LaneSums
@@ -44,7 +44,7 @@ def matrix(m: int, d: int, rows: str, generator: torch.Generator) -> Tensor:
 
 
 def coarse(x: Tensor) -> Tensor:
-    """`artifacts.eight_bits` of a tensor on the CPU."""
+    """`artifacts.matrices.eight_bits` of a tensor on the CPU."""
     return torch.from_numpy(eight_bits(x.numpy()))
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifacts import Dense, Format, FormatError, LayerFormat, Rotate, Sketch, eight_bits, load
+from artifacts import Dense, Format, FormatError, LayerFormat, Rotate, Sketch, load
+from artifacts.matrices import eight_bits
 from tests.formats import random_bundle
 
 TINY = 2.0**-14  # the smallest normal float16

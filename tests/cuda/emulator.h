@@ -51,7 +51,6 @@ inline float saturated_product(float a, float b, float c) {
 }
 inline int descend(int at, float x, float edge, int left, int right) { return 2 * at + (x > edge ? right : left); }
 inline void copy16(void* to, const void* from) { emulator::ask_copy(to, from, 16); }
-inline void prefetch(const float*) {}
 inline void copy_commit() { emulator::commit_copies(); }
 template <int PENDING>
 void copy_pending() {

@@ -121,5 +121,12 @@ def evenly_spaced(bits, spacing):
     return (spacing[0] + spacing[1] * np.arange(1 << bits, dtype=np.float32)) / np.float32(2047)
 
 
+def coarse(matrix):
+    """What the numbers of a random rotation, or of a sketch, are taken for."""
+    bits = matrix.view(np.uint32)
+    eight = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return eight.astype(np.float16).astype(np.float32)
+
+
 if __name__ == "__main__":
     print(*(f"{name} {tensor.dtype} {tensor.shape}" for name, tensor in read(sys.argv[1])[1].items()), sep="\n")

