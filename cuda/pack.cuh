@@ -163,7 +163,10 @@ struct Packer {
             if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[k] = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
-            *reinterpret_cast<float4*>(page.params.residual + place * A::D + channel) = make_float4(x[0], x[1], x[2], x[3]);
+            F16 halves[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) halves[k] = saturated(x[k]);
+            *reinterpret_cast<uint2*>(page.params.residual + place * A::D + channel) = *reinterpret_cast<const uint2*>(halves);
         }
     }
 };

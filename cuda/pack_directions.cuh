@@ -66,7 +66,7 @@ struct Directions {
 
     // False: G is zero, or there is none.
     __device__ __forceinline__ bool keep_gram() {
-        Sums sums{matrix.numbers(), reinterpret_cast<float*>(shared)};
+        Sums sums{matrix.numbers(), reinterpret_cast<F16*>(shared)};
         if (matrix.params.splits > 1) sums.collect(matrix.gram(), matrix.params.splits);
         else sums.add(matrix.tokens / TILE);
         __syncthreads();  // stages and work space are free

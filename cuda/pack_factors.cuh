@@ -6,9 +6,9 @@
 //               direction over its singular value
 //   project     left = R times those, into the pages; what a sketch follows loses the product of the stored halves
 //
-// Bytes: R is written once and read twice (three times before a sketch). Operations: D (D + 16) products a number on tensor cores for G.
+// Bytes: R, as halves, is written once and read twice (three times before a sketch). Operations: D (D + 16) products a number on tensor cores for G.
 //
-// `project` multiplies the numbers themselves (two TF32 pieces, 22 bits).
+// `project` multiplies halves, which are TF32 numbers, with directions of two pieces (22 bits).
 #pragma once
 
 #include "pack_directions.cuh"
@@ -57,14 +57,14 @@ struct Project {
 
     __device__ __forceinline__ void tile(int token) const {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-        float* rows = matrix.numbers() + static_cast<long long>(token + r) * Segment<S, F>::STRIDE + 4 * c;
+        F16* rows = matrix.numbers() + static_cast<long long>(token + r) * Segment<S, F>::STRIDE + 4 * c;
         constexpr int LOWER = 8 * Segment<S, F>::STRIDE;
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1  // 64 channels' loads at once are enough, and more spill
         for (int j = 0; j < GROUPS; j += 4) {
-            float4 x[4][2];
+            uint2 x[4][2];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = *reinterpret_cast<const float4*>(rows + i % 2 * LOWER + (j + i / 2) * 16);
+            for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = *reinterpret_cast<const uint2*>(rows + i % 2 * LOWER + (j + i / 2) * 16);
 #pragma unroll
             for (int i = 0; i < 4; ++i) multiply(sum, x[i], j + i);
         }
@@ -85,30 +85,20 @@ struct Project {
     }
 
     // Sixteen channels of tokens r and r + 8.
-    __device__ __forceinline__ void multiply(float (&sum)[4], const float4 (&x)[2], int group) const {
+    __device__ __forceinline__ void multiply(float (&sum)[4], const uint2 (&x)[2], int group) const {
         const uint4* table = reinterpret_cast<const uint4*>(shared) + group * 64 + threadIdx.x % 32;
         const uint4 high = table[0], low = table[32];
-        unsigned a[4][2], rest[4][2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            split_float(x[i].x, a[0][i], rest[0][i]);
-            split_float(x[i].y, a[1][i], rest[1][i]);
-            split_float(x[i].z, a[2][i], rest[2][i]);
-            split_float(x[i].w, a[3][i], rest[3][i]);
-        }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            const uint4 first = make_uint4(a[2 * step][0], a[2 * step][1], a[2 * step + 1][0], a[2 * step + 1][1]);
-            const uint4 second = make_uint4(rest[2 * step][0], rest[2 * step][1], rest[2 * step + 1][0], rest[2 * step + 1][1]);
-            const unsigned b0 = step ? high.z : high.x, b1 = step ? high.w : high.y;
-            multiply_floats8(sum, second, b0, b1);
-            multiply_floats8(sum, first, step ? low.z : low.x, step ? low.w : low.y);
-            multiply_floats8(sum, first, b0, b1);
+            const float2 upper = widen_pair(step ? x[0].y : x[0].x, F16()), lower = widen_pair(step ? x[1].y : x[1].x, F16());
+            const uint4 numbers = make_uint4(as_word(upper.x), as_word(lower.x), as_word(upper.y), as_word(lower.y));
+            multiply_floats8(sum, numbers, step ? low.z : low.x, step ? low.w : low.y);
+            multiply_floats8(sum, numbers, step ? high.z : high.x, step ? high.w : high.y);
         }
     }
 
     // Takes the product of the stored halves off the tile's numbers. rows: those of token r, from the lane's first channel on.
-    __device__ __forceinline__ void subtract(float* rows, const F16 (&halves)[4]) const {
+    __device__ __forceinline__ void subtract(F16* rows, const F16 (&halves)[4]) const {
         const int lane = threadIdx.x % 32;
         float left[2][8];
 #pragma unroll
@@ -120,14 +110,13 @@ struct Project {
         for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float4* at = reinterpret_cast<float4*>(rows + i * 8 * Segment<S, F>::STRIDE + group * 16);
-                float4 x = *at;
+                uint2* at = reinterpret_cast<uint2*>(rows + i * 8 * Segment<S, F>::STRIDE + group * 16);
+                const uint2 x = *at;
+                const float2 first = widen_pair(x.x, F16()), second = widen_pair(x.y, F16());
                 const float* right = stored() + (group * 16 + lane % 4 * 4) * 8;
-                x.x = sub(x.x, product(left[i], right));
-                x.y = sub(x.y, product(left[i], right + 8));
-                x.z = sub(x.z, product(left[i], right + 16));
-                x.w = sub(x.w, product(left[i], right + 24));
-                *at = x;
+                *at = make_uint2(
+                    narrow_pair(make_float2(sub(first.x, product(left[i], right)), sub(first.y, product(left[i], right + 8))), F16()),
+                    narrow_pair(make_float2(sub(second.x, product(left[i], right + 16)), sub(second.y, product(left[i], right + 24))), F16()));
             }
         }
     }

@@ -1,7 +1,7 @@
 // G = R^T R of a matrix of pack_segment.cuh, on tensor cores. G is symmetric, and of each two blocks that mirror each other one is there.
 //
-// G is of numbers cut off to TF32 (11 bits, the range of float): it only chooses directions. That makes numbers smaller by 2^-12 on average, which
-// is the same for all directions, and what they differ by is an error as large as that of factors stored as float16.
+// R's numbers are halves, so that products are exact; sums are float. A word of two tokens' numbers is what both operands of an instruction want, and what `ldmatrix` makes
+// of tokens that lie one behind the other.
 #pragma once
 
 #include "pack_segment.cuh"
@@ -13,12 +13,12 @@ namespace signpost {
 template <class S, class F>
 struct Gram {
     static constexpr int D = F::D, BLOCKS = D / 16, HALF = BLOCKS / 2, THREADS = 32 * HALF;
-    static constexpr int ROW = D + 8;  // floats from one token to the next: the lanes of a fragment meet all banks
-    static constexpr int STAGES = 4, STAGE = TILE * ROW;
-    static constexpr int BYTES = STAGES * STAGE * 4;
+    static constexpr int ROW = D + 8;  // halves from one token to the next: eight tokens' pieces of 16 bytes lie in all banks
+    static constexpr int STAGES = 8, STAGE = TILE * ROW;
+    static constexpr int BYTES = STAGES * STAGE * 2;
 
-    const float* from;  // the split's first token
-    float* const stages;
+    const F16* from;  // the split's first token
+    F16* const stages;
     // Of strip w with w ... w + HALF, then of strip w + HALF with w + HALF ... w + BLOCKS - 1: sums of two instructions of eight columns each.
     float sum[BLOCKS + 1][2][4];
 
@@ -28,18 +28,18 @@ struct Gram {
         if (!matrix.locate(blockIdx.x / params.splits)) return;
         const int tiles = matrix.tokens / TILE, each = (tiles + params.splits - 1) / params.splits;
         const int begin = min(split * each, tiles), end = min(begin + each, tiles);
-        Gram gram{matrix.numbers() + static_cast<long long>(begin) * TILE * Segment<S, F>::STRIDE, reinterpret_cast<float*>(shared_memory())};
+        Gram gram{matrix.numbers() + static_cast<long long>(begin) * TILE * Segment<S, F>::STRIDE, reinterpret_cast<F16*>(shared_memory())};
         gram.add(end - begin);
         gram.write(matrix.gram() + split * (D * D));
     }
 
-    // Four pieces of a tile a thread, each four tokens behind the other.
+    // Two pieces of a tile a thread, eight tokens apart.
     __device__ __forceinline__ void fetch(int tile, int tiles) const {
-        constexpr int EACH = TILE * D / 4 / THREADS, TOKENS = THREADS * 4 / D;
+        constexpr int EACH = TILE * D / 8 / THREADS, TOKENS = THREADS * 8 / D;
         if (tile < tiles) {
-            const int token = threadIdx.x / (D / 4), piece = threadIdx.x % (D / 4) * 4;
-            float* const to = stages + tile % STAGES * STAGE + token * ROW + piece;
-            const float* const first = from + static_cast<long long>(tile) * TILE * Segment<S, F>::STRIDE + token * Segment<S, F>::STRIDE + piece;
+            const int token = threadIdx.x / (D / 8), piece = threadIdx.x % (D / 8) * 8;
+            F16* const to = stages + tile % STAGES * STAGE + token * ROW + piece;
+            const F16* const first = from + static_cast<long long>(tile) * TILE * Segment<S, F>::STRIDE + token * Segment<S, F>::STRIDE + piece;
 #pragma unroll
             for (int i = 0; i < EACH; ++i) copy16(to + i * TOKENS * ROW, first + i * TOKENS * Segment<S, F>::STRIDE);
         }
@@ -59,21 +59,19 @@ struct Gram {
             copy_pending<STAGES - 2>();
             __syncthreads();  // all have the tile, and nobody reads the one before any more
             fetch(tile + STAGES - 1, tiles);
-#pragma unroll 1
-            for (int step = 0; step < 2; ++step) multiply(stages + tile % STAGES * STAGE + step * 8 * ROW);
+            multiply(stages + tile % STAGES * STAGE);
         }
     }
 
-    // Of eight tokens the strip so far behind the warp's first one around the circle: word [h][u] of lane 4 r + c is channel 8 h + r of token c + 4 u,
-    // which is where both operands want it.
-    __device__ __forceinline__ void load(unsigned (&x)[2][2], const float* tokens, int behind) const {
-        const int warp = threadIdx.x / 32;
-        const float* at = tokens + threadIdx.x % 4 * ROW + threadIdx.x % 32 / 4 + warp * 16 + behind * 16 - (warp + behind >= BLOCKS ? D : 0);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = as_word(at[i % 2 * 4 * ROW + i / 2 * 8]);
+    // Of a tile the strip so far behind the warp's first one around the circle: word [h][u] of lane 4 r + c is channel 8 h + r of tokens 8 u + 2 c and the next.
+    __device__ __forceinline__ void load(unsigned (&x)[2][2], const F16* tokens, int behind) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const F16* at = tokens + (lane % 16) * ROW + lane / 16 * 8 + warp * 16 + behind * 16 - (warp + behind >= BLOCKS ? D : 0);
+        const uint4 found = load_matrices<true>(shared_address(at));
+        x[0][0] = found.x, x[0][1] = found.y, x[1][0] = found.z, x[1][1] = found.w;
     }
 
-    __device__ __forceinline__ void multiply(const float* tokens) {
+    __device__ __forceinline__ void multiply(const F16* tokens) {
         unsigned own[2][2][2], x[2][2];
         load(own[0], tokens, 0);
         load(own[1], tokens, HALF);
@@ -89,7 +87,7 @@ struct Gram {
         }
     }
     __device__ __forceinline__ static void multiply_words(float (&to)[4], const unsigned (&a)[2][2], const unsigned (&b)[2]) {
-        multiply_floats8(to, make_uint4(a[0][0], a[1][0], a[0][1], a[1][1]), b[0], b[1]);
+        multiply_tile(to, make_uint4(a[0][0], a[1][0], a[0][1], a[1][1]), b[0], b[1], F16());
     }
 
     // What the CTA's threads have, each its own, one split behind the other.

@@ -65,7 +65,7 @@ struct PackParams {
     const unsigned char* outlier_mask;  // [H][D]
     const uint4* kept_words;            // [H][D] of two bytes: all bits set where a channel is in the main sketch
     const uint2* outlier_channels;      // [H][OUTLIER_STEPS][4][4] of two bytes, or 0xFFFF
-    float* residual;           // what dense and sparse leave, [packed pages][T][H][D] in the order of the launch; or null
+    F16* residual;             // what dense and sparse leave, [packed pages][T][H][D] in the order of the launch; or null
     unsigned char* segments;   // [capacity_segments][H][SEGMENT_BYTES], for the kernels of pack_factors.cuh, like the next four
     const int* segment_ids;    // of each page [b][segment_stride]
     const float* start;        // of subspace iteration [COLUMNS][D]

@@ -44,7 +44,7 @@ struct Segment {
         return false;
     }
 
-    __device__ __forceinline__ float* numbers() const {
+    __device__ __forceinline__ F16* numbers() const {
         return params.residual + (static_cast<long long>(sequence) * params.pages + first) * S::T * STRIDE + head * D;
     }
     // Work space of D x D numbers for each split; if there is one and `directions` needs none, the pointer means nothing.

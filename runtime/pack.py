@@ -7,7 +7,7 @@ sum is rounded in another order: norms (`normalize: norm`, sketches) by one unit
 follows from them; signs of a sketch's products that are within rounding of zero; all of a rotated format's numbers in
 the last bits of float32; and which of two zeros the middle of a range of zeros is.
 
-Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float32),
+Formats with low-rank factors: the kernel packs codes and outliers and writes out what they leave (`residual`, float16),
 from which three more find the factors (`runtime.pack_factors`); then a sketch of what is left is packed, if the format
 has one. All of them run one after the other on work space that torch allocates, which a graph keeps as its own. Factors
 are the torch codec's up to rounding, and so is what follows from them.
@@ -309,7 +309,8 @@ class Packer:
         """Codes and outliers, then factors of what they left, then the sketch of what these left."""
         assert self._factors
         shape = self.geometry.shape
-        left = torch.empty(len(layers), b, pages, shape.t, shape.h_kv, shape.d, device=self.device)
+        size = len(layers), b, pages, shape.t, shape.h_kv, shape.d
+        left = torch.empty(*size, dtype=torch.float16, device=self.device)
         for params, numbers in zip(layers, left, strict=True):
             params.residual = numbers.data_ptr()
         self._launch_pages(self.kernel, self.plan, layers, b, pages)
@@ -435,6 +436,9 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
         first = direct and codec.geometry.shape.side == "value"
         found["rotation"] = torch.stack([whole(matrix, piece, order, first) for matrix in of_heads])
     if fmt.sketch:
+        # What factors leave are halves, which go another way.
+        if fmt.lowrank:
+            direct, piece, order = True, torch.float16, as_they_stand(codec.geometry.shape.d)
         found["sketch"] = whole(tables["sketch"].T, piece, order)
     if fmt.sketch and fmt.sketch.outliers:
         found["outlier_mask"] = tables["outlier_mask"]

@@ -73,7 +73,7 @@ def fit(geometry: PageGeometry, others: int, pages: int) -> int:
     """How many segments of so many pages have work space within ROOM, each for so many others (sequences or layers); at
     least one."""
     shape = geometry.shape
-    each = 4 * shape.h_kv * shape.d * (pages * shape.t + shape.d + 8)
+    each = shape.h_kv * shape.d * (2 * pages * shape.t + 4 * (shape.d + 8))
     return max(1, ROOM // (each * max(others, 1)))
 
 
@@ -82,8 +82,8 @@ def work_bytes(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
     shape = geometry.shape
     matrices = layers * b * -(-pages // SEGMENT_PAGES) * shape.h_kv
     parts = splits(matrices, min(pages, SEGMENT_PAGES) * shape.t)
-    left = layers * b * pages * shape.t * shape.h_kv * shape.d
-    return 4 * (left + matrices * (_gram_numbers(shape.d, parts) + 8 * shape.d))
+    left = 2 * layers * b * pages * shape.t * shape.h_kv * shape.d
+    return left + 4 * matrices * (_gram_numbers(shape.d, parts) + 8 * shape.d)
 
 
 def layers_together(geometry: PageGeometry, layers: int, b: int, pages: int) -> int:
@@ -105,8 +105,8 @@ def _most(geometry: PageGeometry, others: int, pages: int) -> int:
     """As `work_bytes`, at most, of up to so many pages for up to so many others, as many at once as `fit`."""
     shape, segments = geometry.shape, -(-pages // SEGMENT_PAGES)
     tokens, matrices = min(pages, SEGMENT_PAGES) * shape.t, others * segments * shape.h_kv
-    of_one = 4 * shape.h_kv * shape.d * (tokens + shape.d + 8)
-    whole = 4 * others * shape.h_kv * shape.d * (pages * shape.t + segments * (shape.d + 8))
+    of_one = shape.h_kv * shape.d * (2 * tokens + 4 * (shape.d + 8))
+    whole = others * shape.h_kv * shape.d * (2 * pages * shape.t + 4 * segments * (shape.d + 8))
     # Of a matrix there are no more parts than its tokens are worth, and of all together CTAS more than matrices.
     parts = min(matrices * (splits(1, tokens) - 1), CTAS)
     return min(whole, max(ROOM, of_one)) + 4 * parts * shape.d**2 if pages else 0

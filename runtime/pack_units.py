@@ -270,11 +270,11 @@ def pack_unit(
 
 
 def sketch_unit(name: str, geometry: PageGeometry, arch: str, layers: int = 1) -> Unit:
-    """For formats with factors and a sketch: packs the sketch of what is left, float32 [p, t, h_kv, d], and no more."""
+    """For formats with factors and a sketch: packs the sketch of what is left, float16 [p, t, h_kv, d], and no more."""
     numbers = "BITS = 0, BANDED = 0, SPARSE = 0, RANK = 0, CENTER = 0, ROTATE = 0, ROPE_DIM = 0"
     scales = "static constexpr signpost::Scales SCALES = signpost::Scales::NONE;"
     left = f"Left : Side {{ static constexpr int {numbers}; {scales} }}"
-    return _unit(name, left, geometry, None, torch.float32, sketch_plan(geometry, arch), layers)
+    return _unit(name, left, geometry, None, torch.float16, sketch_plan(geometry, arch), layers)
 
 
 def factor_units(name: str, geometry: PageGeometry, arch: str, layers: int = 1) -> list[Unit]:
@@ -298,7 +298,7 @@ def sketch_plan(geometry: PageGeometry, arch: str) -> Plan:
         rotate=None,
         domain="post_rope",
     )
-    return plan(PageGeometry(alone, geometry.shape), None, torch.float32, arch)
+    return plan(PageGeometry(alone, geometry.shape), None, torch.float16, arch)
 
 
 def _unit(

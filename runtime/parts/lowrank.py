@@ -19,14 +19,15 @@ def encode(
     tables: dict[str, Tensor],
     segment: int = 1,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Factors of residual, float32 [p, t, h_kv, d]; `segment` pages form a segment and divide p.
+    """Factors of residual, float32 [p, t, h_kv, d], taken as halves; `segment` pages form a segment and divide p.
 
     Returns left [p, h_kv, t, rank], right [p / segment, h_kv, d, rank], segment [p, 1] (counted from 0), and the
     product of the stored float16 factors.
     """
     p, t, h_kv, d = residual.shape
     rank = part.rank if segment > 1 else part.block_rank
-    matrices = residual.reshape(-1, segment * t, h_kv, d).transpose(1, 2)  # [s, h_kv, n, d]
+    halves = residual.clamp(-HALF_MAX, HALF_MAX).half().float()
+    matrices = halves.reshape(-1, segment * t, h_kv, d).transpose(1, 2)  # [s, h_kv, n, d]
     left, right = (_padded(x.clamp(-HALF_MAX, HALF_MAX), part.rank).half() for x in factorize(matrices, rank))
     product = left.float() @ right.float().transpose(2, 3)
     pages = left.unflatten(2, (segment, t)).transpose(1, 2).flatten(0, 1)

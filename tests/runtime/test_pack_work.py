@@ -37,7 +37,7 @@ def test_work_bytes_are_those_asked_for(layers, b, pages, monkeypatch):
     monkeypatch.setattr(pack_factors.torch, "empty", counted)
     factors = pack_factors.Factors(geometry, Module(), torch.device("cpu"))
     factors.run([Params() for _ in range(layers)], b, pages, lambda *launch: None)
-    left = 4 * layers * b * pages * 16 * 2 * 64  # what `Packer` asks for before it
+    left = 2 * layers * b * pages * 16 * 2 * 64  # what `Packer` asks for before it
     assert pack_factors.work_bytes(geometry, layers, b, pages) == left + sum(asked)
 
 
