@@ -152,21 +152,31 @@ struct Packer {
 
     __device__ __forceinline__ void write_residual() {
         if (!page.params.residual) return;
-        constexpr int PIECES = A::D / 4;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < A::TOKENS * A::HEADS * PIECES; i += A::THREADS) {
-            const int channel = i % PIECES * 4, head = i / PIECES % A::HEADS, row = i / PIECES / A::HEADS;
-            if (head >= page.heads) continue;
-            const long long place = (static_cast<long long>(page.launched) * A::T + A::token(page.slice, row)) * A::H + page.first_head + head;
-            float x[4], coded[4];
-            page.numbers_at(x, row, head, channel);
-            if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
+        // A thread keeps its eight channels and, if it can, its head.
+        constexpr int PIECES = A::D / 8, AT_ONCE = A::THREADS / PIECES, VECTORS = A::HEADS * A::TOKENS;
+        constexpr bool OWN_HEAD = AT_ONCE % A::HEADS == 0 && VECTORS % AT_ONCE == 0;
+        const unsigned channel = threadIdx.x % PIECES * 8, first = threadIdx.x / PIECES;
+        F16* const page_at = page.params.residual + (static_cast<long long>(page.launched) * A::T * A::H + page.first_head) * A::D + channel;
+#pragma unroll 1
+        for (unsigned turn = 0; turn < (VECTORS + AT_ONCE - 1) / AT_ONCE; ++turn) {
+            const unsigned i = first + turn * AT_ONCE, head = OWN_HEAD ? first % A::HEADS : i % A::HEADS;
+            const unsigned row = OWN_HEAD ? first / A::HEADS + turn * (AT_ONCE / A::HEADS) : i / A::HEADS;
+            if ((!OWN_HEAD && i >= VECTORS) || (A::H % A::HEADS && head >= page.heads)) continue;
+            unsigned pairs[4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[k] = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
-            F16 halves[4];
+            for (int half = 0; half < 2; ++half) {
+                float x[4], coded[4];
+                page.numbers_at(x, row, head, channel + 4 * half);
+                if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel + 4 * half);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) halves[k] = saturated(x[k]);
-            *reinterpret_cast<uint2*>(page.params.residual + place * A::D + channel) = *reinterpret_cast<const uint2*>(halves);
+                for (int k = 0; k < 4; ++k) {
+                    const float left = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + 4 * half + k);
+                    x[k] = fminf(fmaxf(left, -HALF_MAX), HALF_MAX);
+                }
+                pairs[2 * half] = narrow_pair(make_float2(x[0], x[1]), F16());
+                pairs[2 * half + 1] = narrow_pair(make_float2(x[2], x[3]), F16());
+            }
+            *reinterpret_cast<uint4*>(page_at + (A::token(page.slice, row) * A::H + head) * A::D) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
 };
