@@ -152,32 +152,35 @@ struct Packer {
 
     __device__ __forceinline__ void write_residual() {
         if (!page.params.residual) return;
-        // A thread keeps its eight channels and, if it can, its head.
-        constexpr int PIECES = A::D / 8, AT_ONCE = A::THREADS / PIECES, VECTORS = A::HEADS * A::TOKENS;
+        // A thread keeps its channels and, if it can, its head. Where channels have scales of their own, those of eight would meet in banks.
+        constexpr int EACH = S::SCALES == Scales::CHANNEL_PAGE ? 4 : 8, PIECES = A::D / EACH, AT_ONCE = A::THREADS / PIECES, VECTORS = A::HEADS * A::TOKENS;
         constexpr bool OWN_HEAD = AT_ONCE % A::HEADS == 0 && VECTORS % AT_ONCE == 0;
-        const unsigned channel = threadIdx.x % PIECES * 8, first = threadIdx.x / PIECES;
+        const unsigned channel = threadIdx.x % PIECES * EACH, first = threadIdx.x / PIECES;
         F16* const page_at = page.params.residual + (static_cast<long long>(page.launched) * A::T * A::H + page.first_head) * A::D + channel;
 #pragma unroll 1
         for (unsigned turn = 0; turn < (VECTORS + AT_ONCE - 1) / AT_ONCE; ++turn) {
             const unsigned i = first + turn * AT_ONCE, head = OWN_HEAD ? first % A::HEADS : i % A::HEADS;
             const unsigned row = OWN_HEAD ? first / A::HEADS + turn * (AT_ONCE / A::HEADS) : i / A::HEADS;
             if ((!OWN_HEAD && i >= VECTORS) || (A::H % A::HEADS && head >= page.heads)) continue;
-            unsigned pairs[4];
+            uint2 halves[EACH / 4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x[4], coded[4];
-                page.numbers_at(x, row, head, channel + 4 * half);
-                if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel + 4 * half);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const float left = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + 4 * half + k);
-                    x[k] = fminf(fmaxf(left, -HALF_MAX), HALF_MAX);
-                }
-                pairs[2 * half] = narrow_pair(make_float2(x[0], x[1]), F16());
-                pairs[2 * half + 1] = narrow_pair(make_float2(x[2], x[3]), F16());
-            }
-            *reinterpret_cast<uint4*>(page_at + (A::token(page.slice, row) * A::H + head) * A::D) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            for (int k = 0; k < EACH / 4; ++k) halves[k] = left_halves(row, head, channel + 4 * k);
+            F16* const to = page_at + (A::token(page.slice, row) * A::H + head) * A::D;
+            if constexpr (EACH == 8) *reinterpret_cast<uint4*>(to) = make_uint4(halves[0].x, halves[0].y, halves[1].x, halves[1].y);
+            else *reinterpret_cast<uint2*>(to) = halves[0];
         }
+    }
+    // What codes and outliers leave of four channels, beyond the range of halves the largest.
+    __device__ __forceinline__ uint2 left_halves(int row, int head, int channel) const {
+        float x[4], coded[4];
+        page.numbers_at(x, row, head, channel);
+        if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float left = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
+            x[k] = fminf(fmaxf(left, -HALF_MAX), HALF_MAX);
+        }
+        return make_uint2(narrow_pair(make_float2(x[0], x[1]), F16()), narrow_pair(make_float2(x[2], x[3]), F16()));
     }
 };
 
