@@ -37,6 +37,7 @@ struct Direct {
         page.first_head = static_cast<int>(blockIdx.x) % slices * each;
         page.heads = min(each, A::H - page.first_head);
         bool there = number < page.params.sequences * pages && page.locate(number / pages, number % pages);
+        if (page.params.lengths && !__syncthreads_or(there)) return;  // in most steps no page fills
         if constexpr (S::BITS > 0) dense.load_codebook();
         there = there && page.found();
         Row* const rows = page.template at<Row>(L::ROWS_AT) + warp * A::TOKENS;
