@@ -61,16 +61,19 @@ struct Direct {
         if (!there && !OWN) return;
 #pragma unroll 1
         for (int head = 0; head < page.heads; ++head) {
-            if (OWN && head + 1 < page.heads) bring(head + 1);
+            All x;
+            Few few;
             if (there) {
                 copy_wait();
                 __syncwarp();
-                All x;
                 x.load(vectors);
-                Few few;
                 if constexpr (S::OUTLIER_SKETCH > 0) gather(few, vectors, page.first_head + head);
                 __syncwarp();
-                if (head + 1 < page.heads) fetch(head + 1);  // while this one is packed
+            }
+            // The next one's come while this one is packed.
+            if (OWN && head + 1 < page.heads) bring(head + 1);
+            if (there) {
+                if (head + 1 < page.heads) fetch(head + 1);
                 if constexpr (S::SKETCH > 0) {
                     sketch(x, few, head);
                 } else if constexpr (S::BANDED > 0) {
