@@ -40,9 +40,9 @@ def generator(seed):
 
 @pytest.mark.parametrize("d, m", [(64, 32), (64, 64), (64, 128), (64, 160), (128, 32), (128, 256)])
 def test_orthogonal_rows(d, m):
-    """Blocks of d rows, orthogonal and of norm sqrt(d): in float64 to d^1.5 + d roundoffs, then rounded to eight bits, by
-    which a product of rows moves by (2 U + U^2) sum |a b| <= (2 U + U^2) d with U = 2^-8. Blocks are independent, so
-    not orthogonal to each other."""
+    """Blocks of d rows, orthogonal and of norm sqrt(d): in float64 to d^1.5 + d roundoffs, then rounded to eight bits,
+    by which a product of rows moves by (2 U + U^2) sum |a b| <= (2 U + U^2) d with U = 2^-8. Blocks are independent,
+    so not orthogonal to each other."""
     s = matrix(m, d, "orthogonal", generator(0))
     assert (s.shape, s.dtype) == ((m, d), torch.float32)
     assert torch.equal(s.bfloat16().half().float(), s)
