@@ -157,6 +157,7 @@ struct Packer {
         constexpr bool OWN_HEAD = AT_ONCE % A::HEADS == 0 && VECTORS % AT_ONCE == 0;
         const unsigned channel = threadIdx.x % PIECES * EACH, first = threadIdx.x / PIECES;
         F16* const page_at = page.params.residual + (static_cast<long long>(page.launched) * A::T * A::H + page.first_head) * A::D + channel;
+        float nothing = 0.0f;  // NaN once a number was NaN or infinite, which codes would have told
 #pragma unroll 1
         for (unsigned turn = 0; turn < (VECTORS + AT_ONCE - 1) / AT_ONCE; ++turn) {
             const unsigned i = first + turn * AT_ONCE, head = OWN_HEAD ? first % A::HEADS : i % A::HEADS;
@@ -164,23 +165,24 @@ struct Packer {
             if ((!OWN_HEAD && i >= VECTORS) || (A::H % A::HEADS && head >= page.heads)) continue;
             uint2 halves[EACH / 4];
 #pragma unroll
-            for (int k = 0; k < EACH / 4; ++k) halves[k] = left_halves(row, head, channel + 4 * k);
+            for (int k = 0; k < EACH / 4; ++k) halves[k] = left_halves(row, head, channel + 4 * k, nothing);
             F16* const to = page_at + (A::token(page.slice, row) * A::H + head) * A::D;
             if constexpr (EACH == 8) *reinterpret_cast<uint4*>(to) = make_uint4(halves[0].x, halves[0].y, halves[1].x, halves[1].y);
             else *reinterpret_cast<uint2*>(to) = halves[0];
         }
+        if (!CODES && !(nothing == 0.0f)) page.report(4);
     }
     // What codes and outliers leave of four channels, beyond the range of halves the largest.
-    __device__ __forceinline__ uint2 left_halves(int row, int head, int channel) const {
+    __device__ __forceinline__ uint2 left_halves(int row, int head, int channel, float& nothing) const {
         float x[4], coded[4];
         page.numbers_at(x, row, head, channel);
         if constexpr (CODES && !A::SPARSE) dense.decoded(coded, x, row, head, channel);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const float left = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
-            x[k] = fminf(fmaxf(left, -HALF_MAX), HALF_MAX);
+            x[k] = CODES && !A::SPARSE ? sub(x[k], coded[k]) : after_outliers(x[k], row, head, channel + k);
+            if (!CODES) nothing = fmaf(x[k], 0.0f, nothing);
         }
-        return make_uint2(narrow_pair(make_float2(x[0], x[1]), F16()), narrow_pair(make_float2(x[2], x[3]), F16()));
+        return make_uint2(saturated_pair(x[0], x[1]), saturated_pair(x[2], x[3]));
     }
 };
 

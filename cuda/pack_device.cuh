@@ -324,6 +324,9 @@ __device__ __forceinline__ F16 ending(float x, int block) {
     return y;
 }
 
+// Two of them side by side.
+__device__ __forceinline__ unsigned saturated_pair(float x, float y) { return saturated(x).bits | static_cast<unsigned>(saturated(y).bits) << 16; }
+
 // Floats as unsigned numbers in the same order; both zeros are equal. Not for NaN.
 __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = as_word(add(x, 0.0f));  // -0 + 0 = +0
@@ -359,11 +362,6 @@ __device__ __forceinline__ N warp_prefix(N x) {
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) add_from_before(x, i);
     return x;
-}
-// Over the four lanes that share a row of a fragment.
-__device__ __forceinline__ float quad_sum(float x) {
-    x = add(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return add(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 __device__ __forceinline__ unsigned warp_total(unsigned x) {
 #pragma unroll

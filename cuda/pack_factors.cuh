@@ -115,8 +115,8 @@ struct Project {
                 const float2 first = widen_pair(x.x, F16()), second = widen_pair(x.y, F16());
                 const float* right = stored() + (group * 16 + lane % 4 * 4) * 8;
                 *at = make_uint2(
-                    narrow_pair(make_float2(sub(first.x, product(left[i], right)), sub(first.y, product(left[i], right + 8))), F16()),
-                    narrow_pair(make_float2(sub(second.x, product(left[i], right + 16)), sub(second.y, product(left[i], right + 24))), F16()));
+                    saturated_pair(sub(first.x, product(left[i], right)), sub(first.y, product(left[i], right + 8))),
+                    saturated_pair(sub(second.x, product(left[i], right + 16)), sub(second.y, product(left[i], right + 24))));
             }
         }
     }

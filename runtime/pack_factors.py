@@ -42,7 +42,7 @@ def launches(geometry: PageGeometry) -> dict[str, Launch]:
     d = geometry.shape.d
     sketched = d * 32 if geometry.format.sketch else 0
     wide = -(-columns(geometry) // 8)  # blocks of eight columns
-    stages = 4 * 16 * (d + 8) * 4
+    stages = 8 * 16 * (d + 8) * 2
     kept = d // 16 * (d // 32 + 1) * 1024 if _resident(d) else 0
     eigen = 4 * 8 * wide * (8 * wide + 1)
     directions = max(d // 16 * wide * 512 + d * wide**2 * 16 + eigen + kept, stages)

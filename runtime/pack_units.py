@@ -232,7 +232,7 @@ def is_direct(geometry: PageGeometry, dtype: torch.dtype) -> bool:
     if fmt.rotate:
         norms = fmt.dense is not None and fmt.dense.normalize == "norm" and fmt.sketch is None
         return norms and fmt.rotate.kind != "learned"  # which changes them
-    return fmt.sketch is not None and fmt.dense is None
+    return fmt.sketch is not None and fmt.dense is None and fmt.banded is None
 
 
 def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.packing
-from artifacts import Dense, Format, PageGeometry, Rope, Sparse
+from artifacts import Banded, Dense, Format, LowRank, PageGeometry, Rope, Sketch, Sparse
 from runtime import pack, pack_factors, pack_units
 from runtime.codec import Codec
 from runtime.keep import AT_ONCE, keep
@@ -159,6 +159,27 @@ def test_numbers_through_registers(index):
         assert pack_units.is_direct(geometry, dtype) == (dtype.itemsize == 2)
         if index % 5 == 0 or (index + index // 2) % 2 == place:
             check_prompt(geometry, rope, dtype, "sm_90a", "grid")
+
+
+def test_widths_by_band_and_a_sketch_of_the_rest():
+    """No rotation: codes come first, and the sketch is of what they leave."""
+    geometry = PageGeometry.of(Format(16, banded=Banded(2.0), sketch=Sketch(32)), 2, 64, "key")
+    assert not pack_units.is_direct(geometry, torch.float16)
+    check_prompt(geometry, SIDES[0][2], torch.float16, "sm_90a", "grid")
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_broken_numbers_without_codes_are_reported(broken):
+    """Factors alone find directions in them; halves of what is left do not show them."""
+    geometry = PageGeometry.of(Format(16, lowrank=LowRank(2, 1), sketch=Sketch(32)), 2, 64, "key")
+    _, _, packer = made(geometry, SIDES[0][2], torch.float16, "sm_90a")
+    pool, table = poisoned(geometry, 1), torch.zeros(1, 1, dtype=torch.int32)
+    for value, status in ((1.0, 0), (broken, 4)):
+        x = numbers("grid", (1, 16, 2, 64), 1, torch.float16)
+        x[0, 3, 1, 5] = value
+        left = torch.empty(1, 16, 2, 64, dtype=torch.float16)
+        packer.run(pool, table, 1, 1, prompt=pack.source(x), prompt_first=0, first_page=0, residual=left)
+        assert packer.status.item() == status
 
 
 OUTLIERS = [side for side in SIDES[-6:] if side[1].format.sparse]
