@@ -14,11 +14,13 @@ from artifacts.errors import FormatError
 
 def eight_bits(matrix: NDArray[np.generic]) -> NDArray[np.float32]:
     """The nearest numbers of eight significant bits, ties to even, below 2^-14 whole multiples of 2^-24: float32 of the
-    same shape. Raises FormatError for numbers that float16 cannot hold."""
+    same shape. Raises FormatError for numbers from 65408 on, which become more than float16 holds."""
     bits = np.ascontiguousarray(matrix, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
     with np.errstate(over="ignore"):
         found = rounded.view(np.float32).astype(np.float16).astype(np.float32)
     if not np.isfinite(found).all():
-        raise FormatError(f"a matrix holds {np.abs(matrix).max():.4g}, beyond float16 (65504)")
+        raise FormatError(
+            f"a matrix holds {np.abs(matrix).max():.6g}, beyond float16 in eight bits: below 65408 is allowed"
+        )
     return found.reshape(matrix.shape)

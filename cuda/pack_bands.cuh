@@ -8,7 +8,8 @@ namespace signpost {
 
 // What packing knows of a band of a head; runtime/parts/banded.py (pack_tables) makes it.
 struct BandBook {
-    static constexpr int CODES = 16, BINS = 128;  // of a lane and tile
+    static constexpr int CODES = 16;  // of a lane and tile
+    static constexpr int BINS = 128;
 
     float edges[16];  // between the codes' numbers, ascending; then infinity
     float values[16];

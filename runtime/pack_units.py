@@ -240,16 +240,17 @@ def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     once for twice the numbers; those of a CTA take the same heads in turn, and share matrices if these fit."""
     shape, fmt = geometry.shape, geometry.format
     tokens = 32 if shape.t % 32 == 0 and shape.d <= 128 else 16
+    room, whole = (1024 * k for k in _SHARED[arch])
     heads = 2 if fmt.rotate and fmt.rotate.kind == "learned" else 1  # one's tables while another one's come
     cut = _Cut(geometry, 0, dtype.itemsize, tokens, heads)
     rows = shape.d if fmt.rotate else fmt.sketch.m if fmt.sketch else 0
     matrices = 2 * shape.d * rows * heads
     ways = [(threads, cut.shared("REGISTERS", 1, threads), matrices) for threads in (512, 256, 128)]
-    fits = [way for way in ways if way[1] + matrices <= 1024 * _SHARED[arch][0]]
+    fits = [way for way in ways if way[1] + matrices <= room]
     threads, size, held = fits[0] if fits else (*ways[1][:2], 0)
     return Plan(
         "NONE", 0, 0, tokens, cut.heads, 1, False, "REGISTERS", threads,
-        max(1, 512 // threads), size + held, 0, units=shape.t // tokens, held=held > 0,
+        max(1, min(512 // threads, whole // (size + held + 1024))), size + held, 0, units=shape.t // tokens, held=held > 0,
     )  # fmt: skip
 
 
