@@ -399,8 +399,8 @@ def scalings(rope: Rope) -> tuple[float, float]:
 def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
 
-    float32 but for masks and codebooks (uint8) and for matrices, which are fragments of pieces (int16) as
-    `cuda/pack_matrix.cuh` has them. They are made once. Raises KernelError where a head has more outlier channels than
+    float32 but for masks, codebooks and bands (uint8), for matrices, which are fragments (int16) as
+    `cuda/pack_matrix.cuh` has them, and for outlier channels and words of masks (int16). They are made once. Raises KernelError where a head has more outlier channels than
     the format allows.
     """
     key = rotation, dtype

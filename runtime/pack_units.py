@@ -248,9 +248,11 @@ def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     ways = [(threads, cut.shared("REGISTERS", 1, threads), matrices) for threads in (512, 256, 128)]
     fits = [way for way in ways if way[1] + matrices <= room]
     threads, size, held = fits[0] if fits else (*ways[1][:2], 0)
+    size += held
+    blocks = max(1, min(512 // threads, whole // (size + 1024)))
     return Plan(
-        "NONE", 0, 0, tokens, cut.heads, 1, False, "REGISTERS", threads,
-        max(1, min(512 // threads, whole // (size + held + 1024))), size + held, 0, units=shape.t // tokens, held=held > 0,
+        "NONE", 0, 0, tokens, cut.heads, 1, False, "REGISTERS", threads, blocks, size, 0,
+        units=shape.t // tokens, held=held > 0,
     )  # fmt: skip
 
 
