@@ -400,8 +400,8 @@ def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -
     """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
 
     float32 but for masks, codebooks and bands (uint8), for matrices, which are fragments (int16) as
-    `cuda/pack_matrix.cuh` has them, and for outlier channels and words of masks (int16). They are made once. Raises KernelError where a head has more outlier channels than
-    the format allows.
+    `cuda/pack_matrix.cuh` has them, and for outlier channels and words of masks (int16). They are made once. Raises
+    KernelError where a head has more outlier channels than the format allows.
     """
     key = rotation, dtype
     if key not in codec.derived:
