@@ -3,9 +3,13 @@
 
 namespace signpost {
 
-// Pieces of 8 bits that a model's numbers, and matrices that they meet, are sums of: numbers of two bytes have 11 bits at most. runtime/fragments.py has the same.
+// Pieces of 8 bits that a model's numbers are sums of: those of two bytes have 11 bits at most.
 template <typename Model>
 constexpr int pieces_of() { return sizeof(Model) == 4 ? 3 : 2; }
+// The same of what such numbers are multiplied by. rotate: of a side (sides.cuh); rotations that all heads share and sketches have eight bits (artifacts/matrices.py), inverses of learned ones as
+// many as the numbers. runtime/fragments.py has the same.
+template <typename Model>
+constexpr int pieces_of_matrix(int rotate) { return rotate == 2 ? pieces_of<Model>() : 1; }
 
 #ifndef SIGNPOST_EMULATED  // on a CPU: tests/cuda/fibers.h
 // d += a b, sums in float.

@@ -34,7 +34,8 @@ struct Merge {
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
     static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
-    using Tile = Pieces<D, pieces_of<typename C::Model>()>;
+    static constexpr int PIECES = pieces_of_matrix<typename C::Model>(V::ROTATE);  // of it
+    using Tile = Pieces<D, pieces_of<typename C::Model>(), PIECES>;
     // Sequences of a block: it reads P inverted once; or a warp looks at so many, most of which have nothing to add up.
     static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : L::DIRECT ? 32 * SEQUENCES : SEQUENCES;
     static constexpr int BLOCKS = L::BESIDE ? 65536 / L::MERGE_REGISTERS / THREADS : !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
@@ -222,7 +223,7 @@ struct Merge {
         for (int i = 0; i < CHANNELS; ++i) to[channel(lane, i)] = from_float<typename C::Model>(all.x[i] / all.sum);
     }
 
-    using Columns = uint4[V::ROTATE ? Tile::STEPS : 1][Tile::PIECES];
+    using Columns = uint4[V::ROTATE ? Tile::STEPS : 1][PIECES];
 
     // Of `count` sequences from `first` on, at most SEQUENCES. All threads.
     static __device__ __forceinline__ void restore(const MergeParams& params, float* shared, const Columns& matrix, int first, int count, int head, int row) {

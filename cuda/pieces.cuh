@@ -7,10 +7,10 @@
 
 namespace signpost {
 
-// COUNT: pieces of rows and matrix.
-template <int D, int COUNT>
+// COUNT, OF_MATRIX: pieces of rows and of the matrix.
+template <int D, int COUNT, int OF_MATRIX>
 struct Pieces {
-    static constexpr int PIECES = COUNT, STEPS = D / 16, BYTES = STEPS * PIECES * 512, MATRIX = D / 16 * (STEPS * PIECES * 32);  // uint4 of [D][D]
+    static constexpr int PIECES = COUNT, STEPS = D / 16, BYTES = STEPS * PIECES * 512, MATRIX = D / 16 * (STEPS * OF_MATRIX * 32);  // uint4 of [D][D]
 
     unsigned char* const shared;  // [STEPS][PIECES][32][16]
 
@@ -26,12 +26,12 @@ struct Pieces {
     }
 
     // Where a lane's fragments of sixteen columns begin.
-    static __device__ __forceinline__ const uint4* columns(const uint4* matrix, int sixteen) { return matrix + sixteen * (STEPS * PIECES * 32) + threadIdx.x % 32; }
+    static __device__ __forceinline__ const uint4* columns(const uint4* matrix, int sixteen) { return matrix + sixteen * (STEPS * OF_MATRIX * 32) + threadIdx.x % 32; }
     // Of some of a matrix's steps from `first` on.
     template <int N>
-    static __device__ __forceinline__ void load(const uint4* of_columns, int first, uint4 (&to)[N][PIECES]) {
+    static __device__ __forceinline__ void load(const uint4* of_columns, int first, uint4 (&to)[N][OF_MATRIX]) {
 #pragma unroll
-        for (int i = 0; i < N * PIECES; ++i) to[i / PIECES][i % PIECES] = __ldg(of_columns + (first * PIECES + i) * 32);
+        for (int i = 0; i < N * OF_MATRIX; ++i) to[i / OF_MATRIX][i % OF_MATRIX] = __ldg(of_columns + (first * OF_MATRIX + i) * 32);
     }
 
     // Sixteen columns' sums, several of each, which products of pieces take in turn, so that one need not wait for the one before.
@@ -51,7 +51,7 @@ struct Pieces {
 
     // Adds products of some steps from `first` on.
     template <int N>
-    __device__ __forceinline__ void times(const uint4 (&matrix)[N][PIECES], int first, Sum& sum) const {
+    __device__ __forceinline__ void times(const uint4 (&matrix)[N][OF_MATRIX], int first, Sum& sum) const {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             uint4 a[PIECES];
@@ -59,7 +59,7 @@ struct Pieces {
             for (int i = 0; i < PIECES; ++i) a[i] = reinterpret_cast<const uint4*>(shared)[((first + k) * PIECES + i) * 32 + threadIdx.x % 32];
             int chain = 0;
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
+            for (int piece = 0; piece < OF_MATRIX; ++piece) {
 #pragma unroll
                 for (int i = 0; i + piece < PIECES; ++i) {
                     mma_bfloats(sum.of[chain % Sum::CHAINS][0], a[i], matrix[k][piece].x, matrix[k][piece].y);

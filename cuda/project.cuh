@@ -1,7 +1,7 @@
 // Queries of a step as pages with rotated or sketched keys need them: q P, and S times that. Made once, for all blocks of attention (cuda/attend.cuh).
 //
-// Bytes: each query read and COLUMNS floats written for it, a slice of a matrix once a block. Operations: products of bfloat16 pieces, three a number (of models in
-// float six), on tensor cores.
+// Bytes: each query read and COLUMNS floats written for it, a slice of a matrix once a block. Operations: products of bfloat16 pieces, two a number (of models in
+// float three; three and six where the matrix is the inverse of a learned one), on tensor cores.
 //
 // A block takes some of a kv head's tiles, 16 query rows of whatever sequences, one after the other, and a slice of the columns; each of its warps sixteen of these,
 // whose part of the matrix waits in registers. Where rotated queries are sketched, blocks of the sketch rotate them first.
@@ -31,8 +31,8 @@ template <class K, class P>
 struct Project {
     using Model = typename P::Model;
     static constexpr int D = P::D, WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = D / 16, STEPS = D / 16;
-    static constexpr int PIECES = pieces_of<Model>();
-    using Tile = Pieces<D, PIECES>;
+    static constexpr int PIECES = pieces_of_matrix<Model>(K::ROTATE);  // of each matrix
+    using Tile = Pieces<D, pieces_of<Model>(), PIECES>;
     static constexpr int ROTATED = K::ROTATE ? D : 0, COLUMNS = ROTATED + K::SKETCH + K::OUTLIER_SKETCH;
     // Blocks that share a tile's columns.
     static constexpr int slices(int columns) { return (columns + 16 * WARPS - 1) / (16 * WARPS); }

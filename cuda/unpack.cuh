@@ -64,7 +64,7 @@ struct Unpacker {
     static constexpr int TOKENS = chunk(), CHUNKS = T / TOKENS, TILES = TOKENS / TILE;
     static constexpr int PAIRS = S::ROPE_DIM / 2, MOST_HEADS = PAIRS ? 4 : 1;  // of an item
     static constexpr int ROW = D + 4;  // floats from one token to the next: other banks, pieces of 16 bytes
-    static constexpr int PIECES = pieces_of<Model>();  // of matrices
+    static constexpr int PIECES = pieces_of<Model>(), OF_ROTATION = pieces_of_matrix<Model>(S::ROTATE);  // of numbers, and of P inverted; sketches are one
     static constexpr int BITS = S::BITS ? S::BITS : 1, RUNS = D / 64;
     static constexpr bool CODES = S::BITS > 0 || S::BANDED > 0;
     // Shared memory: numbers f32 [TOKENS][ROW], angles (cos, sin) [TOKENS][PAIRS], the codebook f32 [2^BITS].
@@ -300,21 +300,21 @@ struct Unpacker {
         __device__ __forceinline__ bool there() const { return warp < PRODUCTS; }
 
         // first(tile, step, a): pieces of the first operand.
-        template <int STEPS, int COUNT, class First>
+        template <int STEPS, int COUNT, int OF_MATRIX, class First>
         __device__ __forceinline__ void multiply(const uint4* matrix, First first) {
-            const uint4* table = fragments(matrix, STEPS * PIECES, sixteen);
+            const uint4* table = fragments(matrix, STEPS * OF_MATRIX, sixteen);
 #pragma unroll 2
-            for (int step = 0; step < STEPS; ++step, table += PIECES * 32) {
-                uint4 m[SIXTEENS][PIECES];
+            for (int step = 0; step < STEPS; ++step, table += OF_MATRIX * 32) {
+                uint4 m[SIXTEENS][OF_MATRIX];
 #pragma unroll
-                for (int i = 0; i < SIXTEENS * PIECES; ++i) m[i / PIECES][i % PIECES] = load_table(table + (i / PIECES * STEPS * PIECES + i % PIECES) * 32);
+                for (int i = 0; i < SIXTEENS * OF_MATRIX; ++i) m[i / OF_MATRIX][i % OF_MATRIX] = load_table(table + (i / OF_MATRIX * STEPS * OF_MATRIX + i % OF_MATRIX) * 32);
 #pragma unroll
                 for (int k = 0; k < EACH; ++k) {
                     uint4 a[COUNT];
                     first(tile + k, step, a);
 #pragma unroll
-                    for (int i = 0; i < SIXTEENS * PIECES * COUNT; ++i) {
-                        const int of_a = i % COUNT, piece = i / COUNT % PIECES, which = i / COUNT / PIECES;
+                    for (int i = 0; i < SIXTEENS * OF_MATRIX * COUNT; ++i) {
+                        const int of_a = i % COUNT, piece = i / COUNT % OF_MATRIX, which = i / COUNT / OF_MATRIX;
                         if (of_a + piece >= PIECES) continue;
                         multiply_tile(sum[k][which][0], a[of_a], m[which][piece].x, m[which][piece].y, BF16());
                         multiply_tile(sum[k][which][1], a[of_a], m[which][piece].z, m[which][piece].w, BF16());
@@ -342,7 +342,7 @@ struct Unpacker {
         if (!share.there()) return;
         const int lane = threadIdx.x % 32;
         const unsigned* words = reinterpret_cast<const unsigned*>(page + signs) + (first + lane / 4) * (M / 32);
-        share.template multiply<M / 16, 1>(matrix, [&](int tile, int step, uint4 (&a)[1]) {
+        share.template multiply<M / 16, 1, 1>(matrix, [&](int tile, int step, uint4 (&a)[1]) {
             const unsigned* from = words + tile * TILE * (M / 32) + step / 2;
             const int shift = lane % 4 * 8 + step % 2 * 4;
             const unsigned x = from[0] >> shift, y = from[8 * (M / 32)] >> shift;
@@ -362,11 +362,11 @@ struct Unpacker {
 
     // Vectors times P inverted. Has a barrier, and ends with one.
     __device__ __forceinline__ void unrotate() {
-        const uint4* matrix = side.unrotation + (S::ROTATE == 2 ? head * (D / 16 * (D / 16) * PIECES * 32) : 0);
+        const uint4* matrix = side.unrotation + (S::ROTATE == 2 ? head * (D / 16 * (D / 16) * OF_ROTATION * 32) : 0);
         const float* rows = numbers + threadIdx.x % 32 / 4 * ROW + threadIdx.x % 4 * 8;
         Share<2> share;
         if (share.there()) {
-            share.template multiply<D / 16, PIECES>(matrix, [&](int tile, int step, uint4 (&a)[PIECES]) {
+            share.template multiply<D / 16, PIECES, OF_ROTATION>(matrix, [&](int tile, int step, uint4 (&a)[PIECES]) {
                 const float* from = rows + tile * TILE * ROW + step / 2 * 32 + step % 2 * 4;
                 const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 8 * ROW);
                 unsigned pieces[4][3];

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from artifacts import Format, LayerFormat, PageGeometry
 from runtime import jit, pieces, project, smooth
-from runtime.fragments import of_heads
+from runtime.fragments import of_heads, pieces_of_matrix
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
 from runtime.parts.dense import codebook
@@ -249,7 +249,8 @@ class PagedAttention:
         """What brings back sums of rotated values where a block of the merge has many: P inverted as fragments, made
         when a step first needs it."""
         if self._restoring is None:
-            self._restoring = of_heads(self._tables[1]["rotation"], self.dtype)
+            pieces = pieces_of_matrix(self.value.format.rotate, self.dtype)
+            self._restoring = of_heads(self._tables[1]["rotation"], pieces)
             self._settle()
         return self._restoring
 

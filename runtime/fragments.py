@@ -3,17 +3,24 @@
 import torch
 from torch import Tensor
 
+from artifacts import Rotate
 from runtime.jit import KernelError
 
 
-def of_heads(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fragments of a matrix [k, n], or of one each [h_kv, k, n], that numbers of `dtype` meet."""
+def of_heads(matrix: Tensor, count: int) -> Tensor:
+    """Fragments of a matrix [k, n], or of one each [h_kv, k, n], in `count` bfloat16 pieces. Raises KernelError as
+    `whole` where that is one."""
     each = matrix if matrix.dim() == 3 else matrix[None]
-    return torch.stack([fragments(x, torch.bfloat16, count=pieces_of(dtype)) for x in each])
+    made = [whole(x, torch.bfloat16) if count == 1 else fragments(x, torch.bfloat16, count=count) for x in each]
+    return torch.stack(made)
 
 
-def pieces_of(dtype: torch.dtype) -> int:
-    """bfloat16 pieces that numbers of `dtype`, and matrices that they meet, are taken in."""
+def pieces_of_matrix(part: Rotate | None, dtype: torch.dtype) -> int:
+    """bfloat16 pieces of what numbers of `dtype` are multiplied by to bring them to a side rotated so, or back, and of
+    its sketches: a number of eight bits is one. Of inverses of learned matrices the kernels take as many as of the
+    numbers they meet."""
+    if part is None or part.kind != "learned":
+        return 1
     return 3 if dtype == torch.float32 else 2
 
 

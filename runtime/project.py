@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from artifacts import Bundle, PageGeometry
-from runtime.fragments import of_heads
+from runtime.fragments import of_heads, pieces_of_matrix
 from runtime.jit import Module, Unit
 from runtime.pack_units import INPUTS
 from runtime.parts import rotate
@@ -70,12 +70,13 @@ def matrices(key: PageGeometry, tables: Mapping[str, Tensor], dtype: torch.dtype
     """What the kernel for queries of `dtype` reads of a layer's tables of keys, by its parameters' names; matrices as
     fragments."""
     fmt, found = key.format, {}
+    pieces = pieces_of_matrix(fmt.rotate, dtype)
     if fmt.rotate:
-        found["rotation"] = of_heads(rotate.inverse_matrix(rotate.prepared(dict(tables))).mT, dtype)
+        found["rotation"] = of_heads(rotate.inverse_matrix(rotate.prepared(dict(tables))).mT, pieces)
     if fmt.sketch:
-        found["sketch"] = of_heads(tables["sketch"].mT, dtype)
+        found["sketch"] = of_heads(tables["sketch"].mT, pieces)
     if fmt.sketch and fmt.sketch.outliers:
-        found["outlier_sketch"] = of_heads(tables["outlier_sketch"].mT, dtype)
+        found["outlier_sketch"] = of_heads(tables["outlier_sketch"].mT, pieces)
         found["outlier_mask"] = tables["outlier_mask"]
     return {name: x.contiguous() for name, x in found.items()}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from artifacts import Bundle, PageGeometry, Rope
 from runtime import jit, pieces
 from runtime.codec import Codec
-from runtime.fragments import fragments, of_heads, pieces_of
+from runtime.fragments import of_heads, pieces_of_matrix
 from runtime.jit import KernelError, Unit
 from runtime.pack import check_ids
 from runtime.pack_units import INPUTS
@@ -121,7 +121,7 @@ class Unpacker:
 
 def _tables(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
     """What the kernel for numbers of `dtype` reads of a side's tables, by the names in `_Side`; matrices as fragments
-    of bfloat16 pieces, three for numbers of four bytes and two for others."""
+    of bfloat16 pieces (`pieces_of_matrix`)."""
     key = "unpack", dtype
     if key not in codec.derived:
         codec.derived[key] = _made(codec, dtype)
@@ -129,18 +129,18 @@ def _tables(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _made(codec: Codec, dtype: torch.dtype) -> dict[str, Tensor]:
-    fmt, tables, pieces = codec.geometry.format, codec.tables, pieces_of(dtype)
+    fmt, tables = codec.geometry.format, codec.tables
     found: dict[str, Tensor] = {n: tables[n].float() for n in ("scale", "zero", "mean") if n in tables}
     if fmt.dense:
         found["values"] = dense.codebook(fmt.dense, codec.geometry.shape.d, tables, codec.device).float()
     if fmt.banded:
         found["bands"] = banded.pack_tables(tables)
     if fmt.rotate:
-        found["unrotation"] = of_heads(rotate.inverse_matrix(tables), dtype)
+        found["unrotation"] = of_heads(rotate.inverse_matrix(tables), pieces_of_matrix(fmt.rotate, dtype))
     if fmt.sketch:
-        found["sketch"] = fragments(tables["sketch"], torch.bfloat16, count=pieces)
+        found["sketch"] = of_heads(tables["sketch"], 1)
     if fmt.sketch and fmt.sketch.outliers:
-        found["outlier_sketch"] = fragments(tables["outlier_sketch"], torch.bfloat16, count=pieces)
+        found["outlier_sketch"] = of_heads(tables["outlier_sketch"], 1)
         found["outlier_mask"] = tables["outlier_mask"]
     return {name: x.contiguous() for name, x in found.items()}
 
