@@ -131,7 +131,7 @@ struct Attend {
             softmax.reset();
             open_result();
             if (at.final) release_successor();
-            softmax.store(blockIdx.x + pair());
+            softmax.template store<false>(blockIdx.x + pair());
             return;
         }
         if constexpr (L::BYTES) {
@@ -158,7 +158,8 @@ struct Attend {
             flow.start();
             load();
             flow.await_earlier();  // before the barrier that ends what follows
-            if constexpr (L::PROJECTED) await_predecessor();
+            if constexpr (L::PROJECTS) query.project();
+            else if constexpr (L::PROJECTED > 0) await_predecessor();
             query.load();
             release_early();
             softmax.reset();
@@ -174,13 +175,13 @@ struct Attend {
         }
         // If it has no room beside blocks, the merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
         if (at.final && !L::BESIDE) release_successor();
-        softmax.store(blockIdx.x + pair());
+        softmax.template store<true>(blockIdx.x + pair());
         if constexpr (L::APART) {
             if (at.ends) {
                 softmax.reset();
                 __syncthreads();  // the result's readers of the ring are done
                 exact_rest();
-                softmax.store(gridDim.x + at.params.b * at.params.h_kv + pair());
+                softmax.template store<false>(gridDim.x + at.params.b * at.params.h_kv + pair());
             }
         }
     }

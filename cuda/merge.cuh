@@ -27,21 +27,22 @@ struct Merge {
     using L = Layout<C>;
     using V = typename C::Value;
     static constexpr int D = L::D, ROWS = L::ROWS, STRIDE = D + 2;
+    static constexpr bool ROTATES = V::ROTATE && !L::RESTORES;  // what is added up is multiplied by P inverted
     static constexpr bool SEVERAL = D <= 128 && (L::ALONE || Plan<Shape>::BLOCKS > 1);
-    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : V::ROTATE ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : V::ROTATE ? 16 : WARPS;  // of a block, at once
+    static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : ROTATES ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : ROTATES ? 16 : WARPS;  // of a block, at once
     // Of one, a row of P inverted goes to so many lanes, in quarters of four numbers; so many rows to a warp at once.
     static constexpr int QUARTERS = D / 4, LANES = QUARTERS < 32 ? QUARTERS : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
-    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !V::ROTATE ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
+    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !ROTATES ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
     static constexpr int PIECES = pieces_of_matrix<typename C::Model>(V::ROTATE);  // of it
     using Tile = Pieces<D, pieces_of<typename C::Model>(), PIECES>;
     // Sequences of a block: it reads P inverted once; or a warp looks at so many, most of which have nothing to add up.
-    static constexpr int MOST = SEVERAL && V::ROTATE ? 8 * SEQUENCES : L::DIRECT ? 32 * SEQUENCES : SEQUENCES;
+    static constexpr int MOST = SEVERAL && ROTATES ? 8 * SEQUENCES : L::DIRECT ? 32 * SEQUENCES : SEQUENCES;
     static constexpr int BLOCKS = L::BESIDE ? 65536 / L::MERGE_REGISTERS / THREADS : !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
     // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.
     static constexpr int ROW = D + 4, TURNED = Tile::BYTES / 4, STATES = TURNED + SEQUENCES * ROW;
-    static constexpr int SHARED = !V::ROTATE ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : (1 + PARTS) * D;
+    static constexpr int SHARED = !ROTATES ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : (1 + PARTS) * D;
 
     // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row.
     static __device__ void run(const MergeParams& params, float* shared) {
@@ -55,7 +56,7 @@ struct Merge {
         const int pair = blockIdx.x, row = blockIdx.y;
         if (row >= params.g * params.m) return;
         float4 matrix[AHEAD][EACH];
-        if constexpr (V::ROTATE) {
+        if constexpr (ROTATES) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) rows_of(params, pair % params.h_kv, i, matrix[i]);
         }
@@ -100,7 +101,7 @@ struct Merge {
         for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
         const int sequence = pair / params.h_kv, head = pair % params.h_kv;  // here: there are registers for them
         if constexpr (L::APART) {
-            if constexpr (V::ROTATE) x = rotated(params, shared, x, head, matrix);
+            if constexpr (ROTATES) x = rotated(params, shared, x, head, matrix);
             if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
             const float of_exact = weight_of(apart[D], top);
             x += of_exact * apart[threadIdx.x];
@@ -223,7 +224,7 @@ struct Merge {
         for (int i = 0; i < CHANNELS; ++i) to[channel(lane, i)] = from_float<typename C::Model>(all.x[i] / all.sum);
     }
 
-    using Columns = uint4[V::ROTATE ? Tile::STEPS : 1][PIECES];
+    using Columns = uint4[ROTATES ? Tile::STEPS : 1][PIECES];
 
     // Of `count` sequences from `first` on, at most SEQUENCES. All threads.
     static __device__ __forceinline__ void restore(const MergeParams& params, float* shared, const Columns& matrix, int first, int count, int head, int row) {
@@ -258,7 +259,7 @@ struct Merge {
         const int count = min(params.each, params.b - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (row >= params.g * params.m) return;
         Columns matrix;
-        if constexpr (V::ROTATE) {
+        if constexpr (ROTATES) {
             if (warp < D / 16) Tile::load(Tile::columns(params.fragments + (V::ROTATE == 2 ? head * Tile::MATRIX : 0), warp), 0, matrix);
         }
         await_predecessor();
@@ -271,7 +272,7 @@ struct Merge {
                 Sum all = gathered(params, sequence, head, row, lane);
                 put(params, sequence, head, row, lane, all);
             }
-        } else if constexpr (!V::ROTATE) {
+        } else if constexpr (!ROTATES) {
             if (warp >= count) return;
             Sum all = gathered(params, first + warp, head, row, lane);
             put(params, first + warp, head, row, lane, all);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "products.cuh"
 
 namespace signpost {
 
@@ -268,18 +269,32 @@ struct Softmax {
 
     // ---- the block's result ----
 
-    // Writes the result of all warps to `slot` of the partial results. The ring has to be idle.
+    // Writes the result of all warps to `slot` of the partial results, times P inverted where they are of pages whose values are rotated and nobody else does it. The ring has to be idle.
+    template <bool OF_PAGES>
     __device__ __forceinline__ void store(int slot) {
+        constexpr bool RESTORES = OF_PAGES && L::RESTORES;
+        using Restoring = Products<C, V::ROTATE>;
         float weights[NT][2];
         join(weights);
         meet_twice();  // readers of an earlier result, and of the ring, are done
         leave_state();
+        float* const partial = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
+        float* const products = at.floats(L::PRODUCTS);
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {
             leave_output(weights, first);
             meet_twice();
-            add_teams(at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2)), first);
+            add_teams<RESTORES>(partial, products, first);
             if (first + L::ROWS_AT_ONCE < ROWS) meet_twice();
+        }
+        if constexpr (RESTORES) {
+            __syncthreads();
+#pragma unroll 1
+            for (int sixteen = at.warp; sixteen < D / 16; sixteen += L::WARPS) {
+                const uint4* const columns = Restoring::Tile::columns(Restoring::of_head(at.params.restoring, at.head), sixteen);
+                Restoring::times(products, D, columns, [](int, float x) { return x; },
+                                 [&](int row, int column, float2 x) { *reinterpret_cast<float2*>(partial + row * (D + 2) + sixteen * 16 + column) = x; });
+            }
         }
     }
     // Once is enough, but compute-sanitizer reports what one barrier orders here (docs/kernels.md).
@@ -319,8 +334,9 @@ struct Softmax {
         }
     }
 
-    // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them.
-    __device__ __forceinline__ void add_teams(float* to, int first) const {
+    // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them. APART: outputs go to f32 [ROWS][D].
+    template <bool APART>
+    __device__ __forceinline__ void add_teams(float* to, float* apart, int first) const {
         for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D / 2; i += L::THREADS) {
             const int at_once = i / (D / 2), row = first + at_once, r = i % 8, step = i % (D / 2) / 8;
             if (row >= ROWS) break;
@@ -337,7 +353,8 @@ struct Softmax {
                 sums += by * team.y, x.x += by * y.x, x.y += by * y.y;
             }
             float* const of_row = to + row * (D + 2);
-            of_row[L::channel_of(step, 0, r)] = x.x, of_row[L::channel_of(step, 1, r)] = x.y;
+            float* const output = APART ? apart + row * D : of_row;
+            output[L::channel_of(step, 0, r)] = x.x, output[L::channel_of(step, 1, r)] = x.y;
             if (r == 0 && step == 0) *reinterpret_cast<float2*>(of_row + D) = make_float2(top, sums);
         }
     }

@@ -57,6 +57,11 @@ class _Attend(ctypes.Structure):
             for name in (
                 "q",
                 "projected",
+                "rotation",
+                "sketch",
+                "outlier_sketch",
+                "outlier_mask",
+                "restoring",
                 "out",
                 "partial",
                 "ranges",
@@ -275,6 +280,9 @@ class PagedAttention:
         """
         return Step(self, key, value, lengths, offsets, m, scale, tokens)
 
+    def _matrix(self, name: str) -> int | None:
+        return self._matrices[name].data_ptr() if name in self._matrices else None
+
     def _pointer(self, index: int, name: str) -> int | None:
         tables = self._tables[index]
         return tables[name].data_ptr() if name in tables else None
@@ -333,7 +341,8 @@ class Step:
         self._stream = lambda: kernels._stream(kernels.device)
         self._merge_threads = module.integers["merge_threads"]
         at_once, most = module.integers["merge_sequences"], module.integers["merge_most"]
-        warps, rotated = self._merge_threads // 32, kernels.value.format.rotate is not None
+        warps = self._merge_threads // 32
+        rotated = kernels.value.format.rotate is not None and not module.integers["attend_restores"]
         if most > at_once and not rotated:  # few are left to add up: those that warps shared
             each = warps * min(most // warps, max(1, b * kernels.h_kv // places))
         else:
@@ -345,14 +354,18 @@ class Step:
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0,
-            projected.data_ptr(), 0, partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
+            projected.data_ptr(),
+            *(kernels._matrix(name) for name in ("rotation", "sketch", "outlier_sketch", "outlier_mask")),
+            kernels.restoring().data_ptr() if module.integers["attend_restores"] else None,
+            0, partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
             turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
             0, 0, 0, 0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
             1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
-        self._projection = kernels.projection(projected, self.params.scale, sizes)
+        projects = module.integers["attend_projects"]  # blocks themselves do
+        self._projection = None if projects else kernels.projection(projected, self.params.scale, sizes)
         self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
         self.write_params = _Write(
             *(_WriteSide(0, x.sinks, x.window, 0, 0, 0, x.capacity) for x in (self.params.key, self.params.value)),

@@ -32,6 +32,7 @@ WRITE_THREADS = 512
 # What a module of attention says of itself: see `attend_unit`.
 INTEGERS = (
     "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "attend_turns",
+    "attend_projects", "attend_restores",
     "merge_threads", "merge_sequences", "merge_most",
 )  # fmt: skip
 
@@ -192,11 +193,13 @@ def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) ->
 class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
     work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps leave
-    room for the merge beside them (`Layout::BESIDE` in cuda/layout.cuh)."""
+    room for the merge beside them (`Layout::BESIDE` in cuda/layout.cuh); multiplies: blocks multiply queries and
+    results by the bundle's matrices themselves (cuda/products.cuh)."""
 
     blocks: int = 1
     alone: bool = False
     beside: bool = False
+    multiplies: bool = False
 
 
 ONE_BLOCK = Sharing()
@@ -211,6 +214,7 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
     codes of many bits, which take so much shared memory that few are left, only where sequences are short. Eight warps
     leave registers to the merge where that gains more than it costs them: where a multiprocessor has little to do.
+    There blocks multiply by matrices themselves, too, which each would do for every head it comes to.
     """
     pairs = b * h_kv
     many = MANY if takes else MANY_BY_TILES
@@ -219,7 +223,13 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
         return Sharing(2)
-    return Sharing(1, beside=eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors)
+    little = pairs * tokens <= LITTLE * processors
+    return Sharing(1, beside=little and eight_warps(fmt, takes), multiplies=little and has_matrices(fmt))
+
+
+def has_matrices(fmt: LayerFormat) -> bool:
+    """Whether queries or results of a step are multiplied by the bundle's matrices."""
+    return bool(fmt.key.rotate or fmt.key.sketch or fmt.value.rotate)
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
@@ -247,8 +257,8 @@ def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:
     some = [ONE_BLOCK, Sharing(2)]
     if alone:
         some.append(Sharing(1, alone=True))
-    if eight_warps(fmt, takes):
-        some.append(Sharing(1, beside=True))
+    if eight_warps(fmt, takes) or has_matrices(fmt):
+        some.append(Sharing(1, beside=eight_warps(fmt, takes), multiplies=has_matrices(fmt)))
     return some
 
 
@@ -264,6 +274,7 @@ def attend_unit(
 
     dtype: of queries, window and output, C++ name. rows: query rows per kv head, 1 to 16, that a block takes, if the
     architecture has the shared memory, else a half of them or less (`attend_rows` of the module says).
+    `attend_projects` and `attend_restores`: blocks multiply queries, and results, by matrices.
     by_bytes: what `fits_bytes` says. how: the work is to be dealt out, if that fits: what becomes of it, say
     `attend_blocks` and `attend_workers` of the module (of a block: what leaves partial results of its own). Where
     `attend_turns` is not 0, a launch needs what `runtime.turns` makes. A block of the merge has `merge_threads` threads
@@ -282,12 +293,15 @@ struct Shape {{
     using Model = {dtype};
     static constexpr int D = {d}, ROWS = {rows}, BLOCKS = {how.blocks};
     static constexpr bool ALONE = {_bool(how.alone)}, MAKES_ROOM = {_bool(how.beside)};
+    static constexpr bool MULTIPLIES = {_bool(how.multiplies)};
     static constexpr bool SLIDING = {_bool(scoring.window)}, CAPPED = {_bool(scoring.softcap)};
 }};
 using Plan = signpost::Plan<Shape>;
 extern "C" __device__ int attend_threads = Plan::THREADS, attend_shared = Plan::SHARED;
 extern "C" __device__ int attend_blocks = Plan::BLOCKS, attend_rows = Plan::ROWS, attend_workers = Plan::WORKERS;
 extern "C" __device__ int attend_turns = Plan::TURNS;
+extern "C" __device__ int attend_projects = signpost::Layout<Plan::Config>::PROJECTS;
+extern "C" __device__ int attend_restores = signpost::Layout<Plan::Config>::RESTORES;
 using Merging = signpost::Merge<Shape>;
 extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
 extern "C" __device__ int merge_most = Merging::MOST;

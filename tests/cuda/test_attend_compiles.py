@@ -168,7 +168,7 @@ struct Shape {{
     using Key = case{len(said)}::Key;
     using Value = case{len(said)}::Value;
     static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
-    static constexpr bool ALONE = false, SLIDING = {int(scoring.window > 0)};
+    static constexpr bool ALONE = false, MULTIPLIES = false, SLIDING = {int(scoring.window > 0)};
     static constexpr bool CAPPED = {int(scoring.softcap is not None)};
 }};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(said[-1])}, "{case}");

@@ -1,12 +1,14 @@
 """Attention with projected queries, of sketched and rotated keys, and with factors, on the CPU against float64."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 
-from artifacts import Dense, Format, LayerFormat, LowRank, Rotate, Sketch
+from artifacts import Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Window
 from runtime.units import ONE_BLOCK, Sharing
-from tests.cuda.attention_emulated import Emulated, case, check
+from tests.cuda.attention_emulated import BANDED, Emulated, case, check, check_scene
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -19,6 +21,7 @@ def on_this_machine(monkeypatch):
 
 
 GROUPS_OF_TOKENS = Dense(2, "token", 32)
+PLAIN_VALUES = Format(64, GROUPS_OF_TOKENS)
 SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, GROUPS_OF_TOKENS))
 TURNED = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
 
@@ -37,6 +40,28 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
     monkeypatch.setattr(Emulated, "how", how)
     check(case(formats, 16), [1, 66, 330, 130])
     check(case(formats, 4, d=64), [3, 200, 64], 2)
+
+
+LEARNED = Format(64, TURNED.dense, rotate=Rotate("learned"))
+TWICE = Format(64, TURNED.dense, sketch=Sketch(96, "gaussian", 5, 64), rotate=Rotate("learned"))
+BROUGHT_BACK = replace(BANDED.value, window=Window())
+MULTIPLIED = {
+    "sketched": SKETCHED, "turned": LayerFormat(TURNED, TURNED), "keys-alone": LayerFormat(TURNED, PLAIN_VALUES),
+    "learned": LayerFormat(LEARNED, BROUGHT_BACK), "twice": LayerFormat(TWICE, TURNED), "banded": BANDED,
+    "centered": LayerFormat(replace(SKETCHED.key, center=Center()), replace(TURNED, center=Center())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("formats", MULTIPLIED.values(), ids=MULTIPLIED)
+def test_blocks_that_multiply_by_matrices_themselves(formats, dtype, monkeypatch):
+    """Queries and results: of one to eight rows, by tiles and by bytes, with blocks that go on to another head."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, multiplies=True))
+    if formats != BANDED:
+        monkeypatch.setattr(Emulated, "projection", None)  # no kernel does
+    check_scene(paged.Scene.of(case(formats, 16), [1, 66, 330, 130], dtype=dtype))
+    check_scene(paged.Scene.of(case(formats, 4, d=64), [3, 200, 64], 2, dtype=dtype))
+    check_scene(paged.Scene.of(case(formats, 2), [330, 1200, 7], dtype=dtype))
 
 
 @pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])
