@@ -36,8 +36,8 @@ struct Limits {
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
     // Whether a warp can have sequences of its own.
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
-    // Whether blocks multiply by matrices themselves (products.cuh), where the shape asks for it.
-    static constexpr bool MULTIPLIES = Shape::MULTIPLIES && D <= 128 && ROWS <= 8 && Shape::BLOCKS == 1 && !Shape::ALONE;
+    // Whether blocks multiply by rotations themselves (products.cuh), where the shape asks for it: if heads share all of them and queries meet nothing else.
+    static constexpr bool MULTIPLIES = Shape::MULTIPLIES && K::ROTATE != 2 && V::ROTATE != 2 && !K::SKETCH && D <= 128 && ROWS <= 8 && Shape::BLOCKS == 1 && !Shape::ALONE;
     // Whether a block leaves shared memory for one of the merge beside it (Layout::BESIDE): for heads of as many channels as were measured.
     static constexpr bool LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && D == 128 && Shape::BLOCKS == 1 && !Shape::ALONE && (!V::ROTATE || MULTIPLIES);
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
@@ -83,7 +83,7 @@ struct Layout {
     static constexpr bool EXACT = K::EXACT;  // there are no pages: a unit is so many tokens of the window
     static_assert(K::EXACT == V::EXACT, "of both sides");
     static constexpr int PROJECTED = (K::ROTATE ? D : 0) + K::SKETCH + K::OUTLIER_SKETCH;  // numbers that cuda/project.cuh makes of a query, or blocks themselves
-    static constexpr bool PROJECTS = Limits<C>::MULTIPLIES && PROJECTED > 0, RESTORES = Limits<C>::MULTIPLIES && V::ROTATE;
+    static constexpr bool PROJECTS = Limits<C>::MULTIPLIES && K::ROTATE, RESTORES = Limits<C>::MULTIPLIES && V::ROTATE;
     static constexpr bool SLIDING = C::SLIDING;  // a query sees a window of the newest tokens
     static constexpr bool CAPPED = C::CAPPED;    // scores are bent (Softmax::cap)
     static constexpr bool ALONE = C::ALONE;  // a warp has sequences of its own (cuda/alone.cuh), and takes their pages one after the other
@@ -218,9 +218,8 @@ struct Layout {
     static_assert(sizeof(Band) == 32, "32 bytes for 32 channels");
     // Scores of parts: f32 [2][WARPS][NT][8][PAIRS_USED][4]; lanes of columns that no phase has put none.
     static constexpr int PAIRS_USED = NT > 1 || USED >= 8 ? 4 : (USED + 1) / 2;
-    // f32: of queries [ROWS][PROJECTED], later of results [ROWS][D], where blocks multiply by matrices themselves.
-    static constexpr int PRODUCTS = VALUE_BANDS + (V::BANDED ? D : 0), PRODUCT_ROW = PROJECTS && (!RESTORES || PROJECTED > D) ? PROJECTED : RESTORES ? D : 0;
-    static constexpr int SPACING = PRODUCTS + 4 * ROWS * PRODUCT_ROW;  // f32 [2][2]: of keys and values that are codes, what a step between these counts in sums, and the numbers' origin
+    static constexpr int PRODUCTS = VALUE_BANDS + (V::BANDED ? D : 0);  // f32 [ROWS][D]: where blocks multiply, queries times a rotation, later results that are to be multiplied
+    static constexpr int SPACING = PRODUCTS + (PROJECTS || RESTORES ? 4 * ROWS * D : 0);  // f32 [2][2]: of keys and values that are codes, what a step between these counts in sums, and the numbers' origin
     static constexpr int MEETINGS = SPACING + (KEY_CODED || VALUE_CODED ? 16 : 0);  // u64 [GROUPS] (make_meeting)
     static constexpr int EXCHANGE = MEETINGS + (MEETS_LATER ? (8 * GROUPS + 15) / 16 * 16 : 0);
     static constexpr int STATE = EXCHANGE + (PARTS > 1 ? 2 * WARPS * NT * 8 * PAIRS_USED * 16 : 0);  // f32 [ROWS][TEAMS] maximum, sum; of warps that are not alone

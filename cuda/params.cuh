@@ -22,12 +22,9 @@ struct SideParams {
 struct AttendParams {
     SideParams key, value;
     const void* q;        // Model, strides below in numbers
-    const float* projected;  // what cuda/project.cuh made of it, where keys are rotated or sketched, unless blocks do it (Layout::PROJECTS), with
-    const uint4* rotation;   // the same matrices as there
-    const uint4* sketch;
-    const uint4* outlier_sketch;
-    const unsigned char* outlier_mask;
-    const uint4* restoring;  // of values, P inverted as MergeParams::fragments, where blocks multiply by it (Layout::RESTORES)
+    const float* projected;  // what cuda/project.cuh made of it, where keys are rotated or sketched, unless blocks do it (Layout::PROJECTS)
+    const uint4* rotation;   // with the same matrix as there
+    const uint4* restoring;  // and P inverted as MergeParams::fragments, where blocks multiply results by it (Layout::RESTORES)
     void* out;            // Model, strides below in numbers: of what no merge has to add up (Layout::DIRECT)
     float* partial;       // [row tiles][places + 2 b h_kv][ROWS][D + 2]: output before division, maximum (base 2), sum; places: blocks, or (blocks + h_kv) * warps that are alone
     int* ranges;          // [b h_kv][2]: first and last block, or warp, that has a result of a sequence's kv head; (1, 0): it is in `out`

@@ -1,7 +1,7 @@
-// Products with a bundle's matrices that blocks of attention make themselves (Layout::PROJECTS, RESTORES): of queries ahead of pages, of results behind them. So a step that has little to do
-// goes without cuda/project.cuh, and its merge, which has no matrix then, has room beside blocks.
+// Products with rotations that all heads share, which blocks of attention make themselves (Layout::PROJECTS, RESTORES): of queries ahead of pages, of results behind them. A step goes without
+// cuda/project.cuh then, and its merge, which has no matrix, has room beside blocks.
 //
-// Bytes: a matrix for each stretch of a block, most often from the L2 cache. Operations: as pieces.cuh, of which rows 8 to 15 are none.
+// Bytes: a matrix, most often from the L2 cache, for each stretch of a block. Operations: products of bfloat16 pieces, two a number (of models in float three), on tensor cores; rows 8 to 15 are none.
 #pragma once
 
 #include "layout.cuh"
@@ -9,47 +9,47 @@
 
 namespace signpost {
 
-// ROTATE: of the side whose matrices these are.
-template <typename C, int ROTATE>
+template <typename C>
 struct Products {
     using L = Layout<C>;
-    using Model = typename C::Model;
-    static constexpr int D = L::D, ROWS = L::ROWS, COUNT = pieces_of<Model>(), PIECES = pieces_of_matrix<Model>(ROTATE);
-    using Tile = Pieces<D, COUNT, PIECES>;
-    static constexpr int AT_ONCE = 4;  // steps of sixteen channels
+    static constexpr int D = L::D, ROWS = L::ROWS, WARPS = L::WARPS, PIECES = pieces_of<typename C::Model>();
+    using Tile = Pieces<D, PIECES, 1>;  // such a matrix is one piece
+    static constexpr int AT_ONCE = 4;   // steps whose fragments are asked for together: all of them take registers that pages need
 
-    static __device__ __forceinline__ const uint4* of_head(const uint4* matrix, int head) { return matrix + (ROTATE == 2 ? head * Tile::MATRIX : 0); }
-
-    // f32 [ROWS] rows in shared memory, `stride` numbers apart, times sixteen columns, at `columns`. kept(e, x): what of a lane's number e, channel 32 (e / 8) + 8 c + e % 8, takes part; to(row, column, two sums).
-    template <class Kept, class To>
-    static __device__ __forceinline__ void times(const float* rows, int stride, const uint4* columns, Kept kept, To to) {
+    // f32 [ROWS][D] rows in shared memory times a matrix [D][D]: to(row, column, two sums). All warps, each some columns.
+    template <class To>
+    static __device__ __forceinline__ void times(const float* rows, const uint4* matrix, To to) {
         static_assert(ROWS <= 8, "rows of a first operand's upper half");
+#pragma unroll 1
+        for (int sixteen = threadIdx.x / 32; sixteen < D / 16; sixteen += WARPS) columns(rows, Tile::columns(matrix, sixteen), [&](int row, int column, float2 x) { to(row, sixteen * 16 + column, x); });
+    }
+
+    template <class To>
+    static __device__ __forceinline__ void columns(const float* rows, const uint4* matrix, To to) {
         const int lane = threadIdx.x % 32, row = lane / 4, c = lane % 4;
-        const float4* const mine = reinterpret_cast<const float4*>(rows + row * stride + 8 * c);
-        float sum[COUNT][2][4] = {};  // of products of pieces that weigh as much
-        uint4 matrix[AT_ONCE][PIECES];
+        const float4* const mine = reinterpret_cast<const float4*>(rows + row * D + 8 * c);  // eight channels of each 32, four of each step
+        float sum[PIECES][2][4] = {};
+        uint4 fragments[AT_ONCE][1];
 #pragma unroll
         for (int step = 0; step < Tile::STEPS; ++step) {
-            if (step % AT_ONCE == 0) Tile::load(columns, step, matrix);
+            if (step % AT_ONCE == 0) Tile::load(matrix, step, fragments);
+            const uint4 b = fragments[step % AT_ONCE][0];
             const float4 x = row < ROWS ? mine[step / 2 * 8 + step % 2] : make_float4(0.f, 0.f, 0.f, 0.f);
-            float2 first = make_float2(kept(4 * step, x.x), kept(4 * step + 1, x.y)), second = make_float2(kept(4 * step + 2, x.z), kept(4 * step + 3, x.w));
+            float2 first = make_float2(x.x, x.y), second = make_float2(x.z, x.w);
 #pragma unroll
-            for (int piece = 0; piece < COUNT; ++piece) {
+            for (int piece = 0; piece < PIECES; ++piece) {
                 const uint4 a = make_uint4(as_bfloats(first), 0u, as_bfloats(second), 0u);
                 first = less(first, a.x), second = less(second, a.z);
-#pragma unroll
-                for (int i = 0; i < PIECES && i + piece < COUNT; ++i) {
-                    mma_bfloats(sum[piece + i][0], a, matrix[step % AT_ONCE][i].x, matrix[step % AT_ONCE][i].y);
-                    mma_bfloats(sum[piece + i][1], a, matrix[step % AT_ONCE][i].z, matrix[step % AT_ONCE][i].w);
-                }
+                mma_bfloats(sum[piece][0], a, b.x, b.y);
+                mma_bfloats(sum[piece][1], a, b.z, b.w);
             }
         }
         if (row >= ROWS) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float2 all = make_float2(sum[COUNT - 1][half][0], sum[COUNT - 1][half][1]);
+            float2 all = make_float2(sum[PIECES - 1][half][0], sum[PIECES - 1][half][1]);
 #pragma unroll
-            for (int i = COUNT - 2; i >= 0; --i) all.x += sum[i][half][0], all.y += sum[i][half][1];
+            for (int i = PIECES - 2; i >= 0; --i) all.x += sum[i][half][0], all.y += sum[i][half][1];
             to(row, half * 8 + 2 * c, all);
         }
     }

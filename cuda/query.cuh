@@ -1,4 +1,4 @@
-// The query as second operands: plain for exact tokens; for pages rotated as these are and sketched (cuda/project.cuh, or the block itself), or turned by each page's first position.
+// The query as second operands: plain for exact tokens; for pages rotated as these are (cuda/products.cuh) and sketched (cuda/project.cuh), or turned by each page's first position.
 #pragma once
 
 #include "layout.cuh"
@@ -59,47 +59,11 @@ struct Query {
     static __device__ __forceinline__ float bounded(float x) { return L::ROPE ? within(x, MOST_TURNED) : x; }
     static constexpr float MOST_TURNED = 16384.f;
 
-    // ---- where the block rotates and sketches it (Layout::PROJECTS) ----
-
-    // Sixteens of columns: of the rotation, of the sketch, of outliers' sketch.
-    static constexpr int OF_ROTATION = K::ROTATE ? STEPS : 0, OF_SKETCHES = OF_ROTATION + K::SKETCH / 16, SIXTEENS = L::PROJECTED / 16;
-    using Projecting = Products<C, K::ROTATE>;
-
-    __device__ __forceinline__ const uint4* columns(int sixteen) const {
-        const AttendParams& params = at.params;
-        if (sixteen < OF_ROTATION) return Projecting::Tile::columns(Projecting::of_head(params.rotation, at.head), sixteen);
-        if (sixteen < OF_SKETCHES) return Projecting::Tile::columns(params.sketch, sixteen - OF_ROTATION);
-        return Projecting::Tile::columns(params.outlier_sketch, sixteen - OF_SKETCHES);
-    }
-
-    // Ends with a barrier.
+    // Where blocks rotate it themselves, when it is in shared memory. Ends with a barrier.
     __device__ __forceinline__ void project() const {
-        constexpr bool TWICE = K::ROTATE && K::SKETCH;  // what is sketched has been rotated
-        multiply_rows<0, TWICE ? OF_ROTATION : SIXTEENS>(at.query(), D);
-        if constexpr (TWICE) {
-            __syncthreads();
-            multiply_rows<OF_ROTATION, SIXTEENS>(at.floats(L::PRODUCTS), L::PROJECTED);
-        }
+        float* const products = at.floats(L::PRODUCTS);
+        Products<C>::times(at.query(), at.params.rotation, [&](int row, int column, float2 x) { *reinterpret_cast<float2*>(products + row * D + column) = x; });
         __syncthreads();
-    }
-    // Of the columns those in sixteens BEGIN ... END - 1.
-    template <int BEGIN, int END>
-    __device__ __forceinline__ void multiply_rows(const float* rows, int stride) const {
-        static_assert(D / 4 <= 32, "a lane's channels have a bit each");
-        unsigned outliers = 0;
-        if constexpr (K::OUTLIER_SKETCH > 0) {
-#pragma unroll
-            for (int e = 0; e < D / 4; ++e) outliers |= (at.params.outlier_mask[at.head * D + e / 8 * 32 + at.c * 8 + e % 8] ? 1u : 0u) << e;
-        }
-#pragma unroll 1
-        for (int sixteen = BEGIN + at.warp; sixteen < END; sixteen += L::WARPS) {
-            const bool rotates = sixteen < OF_ROTATION, of_outliers = sixteen >= OF_SKETCHES;
-            const float factor = rotates ? 1.f : K::UNBIASING / (of_outliers ? max(K::OUTLIER_SKETCH, 1) : max(K::SKETCH, 1));
-            const unsigned skipped = K::OUTLIER_SKETCH == 0 || rotates ? 0u : of_outliers ? ~outliers : outliers;
-            Projecting::times(rows, stride, columns(sixteen), [&](int e, float x) { return skipped >> e & 1u ? 0.f : x; }, [&](int row, int column, float2 x) {
-                *reinterpret_cast<float2*>(at.floats(L::PRODUCTS) + row * L::PROJECTED + sixteen * 16 + column) = make_float2(x.x * factor, x.y * factor);
-            });
-        }
     }
 
     // Who makes the operands, of how many: the block, or a warp that is alone, which has so many buffers.
@@ -142,7 +106,7 @@ struct Query {
     // What became of a row of the block times the keys' matrices, if there is such a row.
     __device__ __forceinline__ bool there(int row) const { return static_cast<int>(blockIdx.y) * ROWS + row < at.params.g * at.params.m; }
     __device__ __forceinline__ const float* projected(int row) const {
-        if constexpr (L::PROJECTS) return at.floats(L::PRODUCTS) + row * L::PROJECTED;
+        if constexpr (L::PROJECTS) return at.floats(L::PRODUCTS) + row * D;
         return at.params.projected + (static_cast<long long>(at.sequence * at.params.h_kv + at.head) * (at.params.g * at.params.m) + blockIdx.y * ROWS + row) * L::PROJECTED;
     }
     // A number of what pages meet: times P, where they hold keys times P.

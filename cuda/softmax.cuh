@@ -273,7 +273,6 @@ struct Softmax {
     template <bool OF_PAGES>
     __device__ __forceinline__ void store(int slot) {
         constexpr bool RESTORES = OF_PAGES && L::RESTORES;
-        using Restoring = Products<C, V::ROTATE>;
         float weights[NT][2];
         join(weights);
         meet_twice();  // readers of an earlier result, and of the ring, are done
@@ -289,12 +288,7 @@ struct Softmax {
         }
         if constexpr (RESTORES) {
             __syncthreads();
-#pragma unroll 1
-            for (int sixteen = at.warp; sixteen < D / 16; sixteen += L::WARPS) {
-                const uint4* const columns = Restoring::Tile::columns(Restoring::of_head(at.params.restoring, at.head), sixteen);
-                Restoring::times(products, D, columns, [](int, float x) { return x; },
-                                 [&](int row, int column, float2 x) { *reinterpret_cast<float2*>(partial + row * (D + 2) + sixteen * 16 + column) = x; });
-            }
+            Products<C>::times(products, at.params.restoring, [&](int row, int column, float2 x) { *reinterpret_cast<float2*>(partial + row * (D + 2) + column) = x; });
         }
     }
     // Once is enough, but compute-sanitizer reports what one barrier orders here (docs/kernels.md).

@@ -58,9 +58,6 @@ class _Attend(ctypes.Structure):
                 "q",
                 "projected",
                 "rotation",
-                "sketch",
-                "outlier_sketch",
-                "outlier_mask",
                 "restoring",
                 "out",
                 "partial",
@@ -280,9 +277,6 @@ class PagedAttention:
         """
         return Step(self, key, value, lengths, offsets, m, scale, tokens)
 
-    def _matrix(self, name: str) -> int | None:
-        return self._matrices[name].data_ptr() if name in self._matrices else None
-
     def _pointer(self, index: int, name: str) -> int | None:
         tables = self._tables[index]
         return tables[name].data_ptr() if name in tables else None
@@ -351,11 +345,12 @@ class Step:
         pairs = b * kernels.h_kv
         aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
         turned = kernels.turns() if module.integers["attend_turns"] else None
+        projects = module.integers["attend_projects"]  # blocks themselves do
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
         self.params = _Attend(
             kernels._side(0, key), kernels._side(1, value), 0,
             projected.data_ptr(),
-            *(kernels._matrix(name) for name in ("rotation", "sketch", "outlier_sketch", "outlier_mask")),
+            kernels._matrices["rotation"].data_ptr() if projects else None,
             kernels.restoring().data_ptr() if module.integers["attend_restores"] else None,
             0, partial.data_ptr(), ranges.data_ptr(), lengths.data_ptr(), offsets.data_ptr(),
             turned.data_ptr() if turned is not None else None,
@@ -364,7 +359,6 @@ class Step:
             1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
-        projects = module.integers["attend_projects"]  # blocks themselves do
         self._projection = None if projects else kernels.projection(projected, self.params.scale, sizes)
         self._new, self._dtype = (b, kernels.h_kv, m, kernels.d), kernels.dtype
         self.write_params = _Write(

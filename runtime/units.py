@@ -194,7 +194,7 @@ class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
     work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps leave
     room for the merge beside them (`Layout::BESIDE` in cuda/layout.cuh); multiplies: blocks multiply queries and
-    results by the bundle's matrices themselves (cuda/products.cuh)."""
+    results by rotations themselves (cuda/products.cuh)."""
 
     blocks: int = 1
     alone: bool = False
@@ -214,7 +214,7 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
     codes of many bits, which take so much shared memory that few are left, only where sequences are short. Eight warps
     leave registers to the merge where that gains more than it costs them: where a multiprocessor has little to do.
-    There blocks multiply by matrices themselves, too, which each would do for every head it comes to.
+    Blocks multiply by rotations themselves where each has few heads, for all of which it does that.
     """
     pairs = b * h_kv
     many = MANY if takes else MANY_BY_TILES
@@ -223,13 +223,15 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
         return Sharing(2)
-    little = pairs * tokens <= LITTLE * processors
-    return Sharing(1, beside=little and eight_warps(fmt, takes), multiplies=little and has_matrices(fmt))
+    beside = eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors
+    return Sharing(1, beside=beside, multiplies=multiplies(fmt) and pairs <= processors)
 
 
-def has_matrices(fmt: LayerFormat) -> bool:
-    """Whether queries or results of a step are multiplied by the bundle's matrices."""
-    return bool(fmt.key.rotate or fmt.key.sketch or fmt.value.rotate)
+def multiplies(fmt: LayerFormat) -> bool:
+    """Whether blocks can multiply by matrices themselves (`Limits::MULTIPLIES` in cuda/layout.cuh): by rotations that
+    all heads share, which are one piece each."""
+    kinds = {rotate.kind for rotate in (fmt.key.rotate, fmt.value.rotate) if rotate}
+    return bool(kinds) and "learned" not in kinds and not fmt.key.sketch
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
@@ -257,9 +259,8 @@ def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:
     some = [ONE_BLOCK, Sharing(2)]
     if alone:
         some.append(Sharing(1, alone=True))
-    if eight_warps(fmt, takes) or has_matrices(fmt):
-        some.append(Sharing(1, beside=eight_warps(fmt, takes), multiplies=has_matrices(fmt)))
-    return some
+    ways = product({False, eight_warps(fmt, takes)}, {False, multiplies(fmt)})
+    return some + [Sharing(1, beside=beside, multiplies=own) for beside, own in sorted(ways) if beside or own]
 
 
 def _bool(x: object) -> str:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artifacts import Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Window
-from runtime.units import ONE_BLOCK, Sharing
+from artifacts import Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Sparse, Window
+from runtime.units import ONE_BLOCK, Sharing, multiplies
 from tests.cuda.attention_emulated import BANDED, Emulated, case, check, check_scene
 from tests.gpu import paged
 
@@ -22,6 +22,7 @@ def on_this_machine(monkeypatch):
 
 GROUPS_OF_TOKENS = Dense(2, "token", 32)
 PLAIN_VALUES = Format(64, GROUPS_OF_TOKENS)
+BROUGHT_BACK = replace(BANDED.value, window=Window())
 SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), Format(64, GROUPS_OF_TOKENS))
 TURNED = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
 
@@ -42,26 +43,36 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
     check(case(formats, 4, d=64), [3, 200, 64], 2)
 
 
-LEARNED = Format(64, TURNED.dense, rotate=Rotate("learned"))
-TWICE = Format(64, TURNED.dense, sketch=Sketch(96, "gaussian", 5, 64), rotate=Rotate("learned"))
-BROUGHT_BACK = replace(BANDED.value, window=Window())
-MULTIPLIED = {
-    "sketched": SKETCHED, "turned": LayerFormat(TURNED, TURNED), "keys-alone": LayerFormat(TURNED, PLAIN_VALUES),
-    "learned": LayerFormat(LEARNED, BROUGHT_BACK), "twice": LayerFormat(TWICE, TURNED), "banded": BANDED,
-    "centered": LayerFormat(replace(SKETCHED.key, center=Center()), replace(TURNED, center=Center())),
+HADAMARD = Format(64, Dense(2, "token"), Sparse(0.02, "token", "online"), rotate=Rotate("hadamard"), center=Center())
+FACTORS = replace(PLAIN_VALUES, rotate=Rotate("haar"), lowrank=LowRank(4, 2))
+ROTATED = {
+    "turned": LayerFormat(TURNED, TURNED), "keys": LayerFormat(TURNED, PLAIN_VALUES),
+    "values": LayerFormat(PLAIN_VALUES, TURNED), "outliers": LayerFormat(TURNED, HADAMARD),
+    "factors": LayerFormat(TURNED, FACTORS),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("formats", MULTIPLIED.values(), ids=MULTIPLIED)
-def test_blocks_that_multiply_by_matrices_themselves(formats, dtype, monkeypatch):
-    """Queries and results: of one to eight rows, by tiles and by bytes, with blocks that go on to another head."""
+@pytest.mark.parametrize("formats", ROTATED.values(), ids=ROTATED)
+def test_blocks_that_multiply_by_rotations_themselves(formats, dtype, monkeypatch):
+    """Queries and results of eight rows and fewer, of blocks that go on to another head or have no page of it."""
+    assert multiplies(formats)
     monkeypatch.setattr(Emulated, "how", Sharing(1, multiplies=True))
-    if formats != BANDED:
+    if formats.key.rotate:
         monkeypatch.setattr(Emulated, "projection", None)  # no kernel does
-    check_scene(paged.Scene.of(case(formats, 16), [1, 66, 330, 130], dtype=dtype))
-    check_scene(paged.Scene.of(case(formats, 4, d=64), [3, 200, 64], 2, dtype=dtype))
-    check_scene(paged.Scene.of(case(formats, 2), [330, 1200, 7], dtype=dtype))
+    for h_q, d, m, lengths in ((16, 128, 1, [1, 66, 330, 130]), (4, 64, 2, [3, 200, 64]), (2, 128, 1, [330, 1200, 7])):
+        check_scene(paged.Scene.of(case(formats, h_q, d=d), lengths, m, dtype))
+
+
+@pytest.mark.parametrize("rotation", [Rotate("learned"), None], ids=["learned", "sketched"])
+def test_other_matrices_have_kernels_of_their_own(rotation, monkeypatch):
+    """Also with more rows or channels than blocks multiply by themselves."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, multiplies=True))
+    formats = LayerFormat(replace(TURNED, rotate=rotation), BROUGHT_BACK) if rotation else SKETCHED
+    assert not multiplies(formats)
+    check(case(formats), [1, 300])
+    check(case(LayerFormat(TURNED, TURNED), 24), [1, 300])
+    check(case(LayerFormat(TURNED, TURNED), 2, d=256), [1, 300])
 
 
 @pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])

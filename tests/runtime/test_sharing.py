@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from artifacts import LowRank
+from artifacts import LowRank, Rotate, Sketch
 from runtime.attention import merged
 from runtime.cache import KVCache
 from runtime.sources import kernel_folder
@@ -26,6 +26,8 @@ from runtime.units import (
 from tests.formats import kivi, kvquant
 
 GRID, PLAIN = 132, kivi(2)
+HAAR = Rotate("haar")
+TURNED = replace(PLAIN, key=replace(PLAIN.key, rotate=HAAR))
 FACTORS = replace(PLAIN, value=replace(PLAIN.value, lowrank=LowRank(4, 2)))
 
 
@@ -56,6 +58,18 @@ def plain_nuq(bits):
         (plain_nuq(4), False, True, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
         (plain_nuq(4), True, True, 8, 100, Sharing(1)),
         (FACTORS, False, True, 8, 100, Sharing(1, beside=True)),
+        (TURNED, False, True, GRID, 1 << 20, Sharing(1, multiplies=True)),
+        (TURNED, False, True, GRID + 1, 100, Sharing(1)),
+        (
+            replace(FACTORS, value=replace(FACTORS.value, rotate=HAAR)),
+            False,
+            True,
+            8,
+            100,
+            Sharing(1, False, True, True),
+        ),
+        (replace(PLAIN, value=replace(PLAIN.value, rotate=Rotate("learned"))), False, True, 8, 100, Sharing(1)),
+        (replace(TURNED, key=replace(TURNED.key, sketch=Sketch(64))), False, True, 8, 100, Sharing(1)),
     ],
 )
 def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
