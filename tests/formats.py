@@ -296,6 +296,12 @@ def kivi(bits: int, t: int = 64, recent: int = 64, sinks: int = 0) -> LayerForma
     )
 
 
+def turned(bits: int) -> LayerFormat:
+    """TurboQuant: both sides rotated, scaled by their norms."""
+    side = Format(64, Dense(bits, "head", 0, "lloyd", normalize="norm"), rotate=Rotate("haar"))
+    return LayerFormat(side, side)
+
+
 def exact_window(tokens: int) -> LayerFormat:
     """A format whose window is never full before `tokens` tokens: nothing is quantized."""
     return kivi(2, 32, recent=tokens)

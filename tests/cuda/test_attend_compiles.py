@@ -28,7 +28,7 @@ from runtime.units import (
 )
 from runtime.unpaged import unpaged
 from tests.cuda.compiling import check
-from tests.formats import CASES, Case, kivi, kvquant, random_bundle, without_outliers
+from tests.formats import CASES, Case, kivi, kvquant, random_bundle, turned, without_outliers
 
 ROPE = Rope(128, "half", 1.0, "default")
 RECIPES = {"kvquant-4": kvquant(4), "kvquant-2": kvquant(2), "kivi-2": kivi(2)}
@@ -51,7 +51,8 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
 
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
-    formats = (RECIPES | {"factors-2": FACTORS, "few-bits": FEW_BITS, "small-pages": SMALL_PAGES})[name]
+    others = {"factors-2": FACTORS, "few-bits": FEW_BITS, "small-pages": SMALL_PAGES, "turned-3": turned(3)}
+    formats = (RECIPES | others)[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
 
@@ -192,6 +193,7 @@ def test_tuned_kernels_without_outliers_do_not_spill() -> None:
         ("kivi-2", ONE_BLOCK, 160),
         ("kvquant-2", Sharing(1, beside=True), 240),
         ("kvquant-4", Sharing(1, beside=True), 240),
+        ("turned-3", Sharing(1, multiplies=True), 160),
     ],
 )
 def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Sharing, most: int, rows: int) -> None:
@@ -201,6 +203,12 @@ def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Shari
     assert found["attend"].registers <= most
     assert found["attend"].spill_bytes == 0
     assert (found["merge"].registers, found["merge"].spill_bytes, found["merge"].shared) == (32, 0, 0)
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "__half"), (8, "__nv_bfloat16"), (4, "float")])
+def test_blocks_that_multiply_by_rotations_themselves(rows: int, dtype: str, arch: str) -> None:
+    check(recipe_unit("turned-3", rows=rows, dtype=dtype, how=Sharing(1, multiplies=True)), arch)
 
 
 def test_eight_warps_leave_no_room_in_long_steps() -> None:

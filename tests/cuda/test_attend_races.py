@@ -10,7 +10,7 @@ from runtime.attention import _Attend
 from runtime.units import MOST_ROWS, TYPES, Scoring, Sharing, attend_unit
 from tests.cuda.attention_emulated import BANDED, Emulated, Module, build, case, in_pages_of, with_outliers
 from tests.cuda.test_attend_emulated import WEIGHED
-from tests.formats import Case, kivi, kvquant, without_outliers
+from tests.formats import Case, kivi, kvquant, turned, without_outliers
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -63,15 +63,13 @@ def test_no_races_of_factors_sketches_and_rotations(monkeypatch):
 
 @pytest.mark.parametrize("d", [128, 256])
 def test_no_races_of_rotated_keys(d, monkeypatch):
-    turned = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
-    assert races(case(LayerFormat(turned, turned), 4, d=d), [300, 65], monkeypatch) == 0
+    assert races(case(turned(3), 4, d=d), [300, 65], monkeypatch) == 0
 
 
 @pytest.mark.parametrize("h_q", [2, 16])
 def test_no_races_where_blocks_multiply_by_rotations(h_q, monkeypatch):
     monkeypatch.setattr(Watched, "how", Sharing(1, multiplies=True))
-    turned = Format(64, Dense(3, "head", codebook="lloyd", normalize="norm"), rotate=Rotate("haar"))
-    assert races(case(LayerFormat(turned, turned), h_q), [700, 65, 330], monkeypatch) == 0
+    assert races(case(turned(3), h_q), [700, 65, 330], monkeypatch) == 0
 
 
 @pytest.mark.parametrize("formats", [with_outliers(0.02), BANDED], ids=["outliers", "banded"])

@@ -11,7 +11,7 @@ import torch
 from artifacts import Dense, Format, LayerFormat, Rotate, Sketch
 from runtime.attention import PagedAttention
 from runtime.units import ONE_BLOCK, Scoring, Sharing
-from tests.formats import kivi, kvquant, without_outliers
+from tests.formats import kivi, kvquant, turned, without_outliers
 from tests.gpu.paged import Scene
 from tests.gpu.test_attention import with_formats
 
@@ -44,6 +44,15 @@ def pages() -> None:
                 assert torch.isfinite(scene.run(scene.query())).all()
 
 
+def rotations() -> None:
+    """Blocks that multiply queries and results by rotations themselves."""
+    with patch.object(PagedAttention, "sharing", return_value=Sharing(1, multiplies=True)):
+        for h_q in (2, 8, 16):
+            scene = Scene.of(with_formats(turned(3), h_q, 2), [300, 65])
+            assert torch.isfinite(scene.run(scene.query())).all()
+
+
 if __name__ == "__main__":
     full_precision()
     pages()
+    rotations()

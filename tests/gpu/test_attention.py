@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from artifacts import Banded, Format, LayerFormat, Rope, Rotate, Window  # noqa: E402
 from runtime.attention import PagedAttention  # noqa: E402
 from runtime.units import Scoring, Sharing, takes_alone  # noqa: E402
-from tests.formats import CASES, Case, kivi, kvquant, without_outliers  # noqa: E402
+from tests.formats import CASES, Case, kivi, kvquant, turned, without_outliers  # noqa: E402
 
 if torch.cuda.is_available():
     from tests.gpu.paged import Scene, relative
@@ -181,7 +181,9 @@ def test_a_long_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES[::7], with_formats(kvquant(3), 8, 2), with_formats(kivi(2))], ids=lambda case: case.name
+    "case",
+    [*CASES[::7], *(with_formats(formats, 8, 2) for formats in (kvquant(3), turned(3))), with_formats(kivi(2))],
+    ids=lambda case: case.name,
 )
 def test_steps_that_begin_as_others_end(case: Case) -> None:
     """Each overwrites what the one before worked in: none may before that is read."""
