@@ -295,7 +295,10 @@ def size_of(shape: str) -> tuple[int, int, int, int]:
     return b, n, *MODELS[model]
 
 
-WAYS = {"one": Sharing(1), "beside": Sharing(1, beside=True), "two": Sharing(2), "alone": Sharing(1, alone=True)}
+WAYS = {
+    "one": Sharing(1), "beside": Sharing(1, beside=True), "multiplies": Sharing(1, multiplies=True),
+    "two": Sharing(2), "alone": Sharing(1, alone=True),
+}  # fmt: skip
 
 
 class Dealt(PagedAttention):
@@ -356,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["llama2-7b@1x131072"], help="model@batch x tokens")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
-    parser.add_argument("--way", choices=list(WAYS), help="blocks that share a multiprocessor, or warps alone")
+    parser.add_argument("--way", choices=list(WAYS), help="how the work is dealt out: runtime.units.Sharing")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     require_gpu()

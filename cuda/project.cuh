@@ -1,4 +1,5 @@
-// Queries of a step as pages with rotated or sketched keys need them: q P, and S times that. Made once, for all blocks of attention (cuda/attend.cuh).
+// Queries of a step as pages with rotated or sketched keys need them: q P, and S times that. Made once, for all blocks of attention (cuda/attend.cuh), unless these
+// rotate by themselves (products.cuh).
 //
 // Bytes: each query read and COLUMNS floats written for it, a slice of a matrix once a block. Operations: products of bfloat16 pieces, two a number (of models in
 // float three; three and six where the matrix is the inverse of a learned one), on tensor cores.

@@ -32,8 +32,7 @@ from runtime.units import (
     attend_unit,
     fits_bytes,
     sharing,
-    takes_alone,
-    takes_bytes,
+    ways,
 )
 
 HEAD_DIMS = (64, 128, 256)
@@ -217,9 +216,8 @@ class PagedAttention:
 
     def sharing(self, rows: int, b: int, tokens: int) -> Sharing:
         """How a batch of b sequences of at most so many tokens is dealt out, with so many query rows per kv head."""
-        takes = self.by_bytes and takes_bytes(self.key, self.value, self.rotation.rope, rows, self.scoring)
-        alone = takes_alone(self.key.format, self.d, rows, self.scoring)
-        return sharing(LayerFormat(self.key.format, self.value.format), takes, alone, b, self.h_kv, tokens, self.grid)
+        can = ways(self.key, self.value, self.rotation.rope, rows, self.by_bytes, self.scoring)
+        return sharing(LayerFormat(self.key.format, self.value.format), can, b, self.h_kv, tokens, self.grid)
 
     def unit(self, rows: int, how: Sharing) -> jit.Unit:
         """The kernels for so many query rows per kv head whose work is dealt out so."""
@@ -248,8 +246,8 @@ class PagedAttention:
         return self._turns
 
     def restoring(self) -> Tensor:
-        """What brings back sums of rotated values where a block of the merge has many: P inverted as fragments, made
-        when a step first needs it."""
+        """What brings back sums of rotated values in blocks of attention, or in those of the merge that have many: P
+        inverted as fragments, made when a step first needs it."""
         if self._restoring is None:
             pieces = pieces_of_matrix(self.value.format.rotate, self.dtype)
             self._restoring = of_heads(self._tables[1]["rotation"], pieces)

@@ -205,11 +205,35 @@ class Sharing(NamedTuple):
 ONE_BLOCK = Sharing()
 
 
-def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
+class Ways(NamedTuple):
+    """Which ways a layer's steps can go, beside by tiles with the work of a block for all of its warps. takes: pages by
+    bytes; alone: warps of their own; multiplies: by blocks that rotate."""
+
+    takes: bool = False
+    alone: bool = False
+    multiplies: bool = False
+
+
+def ways(
+    key: PageGeometry, value: PageGeometry, rope: Rope, rows: int, by_bytes: bool, scoring: Scoring = ALL_PLAIN
+) -> Ways:
+    """Those of rows query rows per kv head. by_bytes: what `fits_bytes` says."""
+    takes = by_bytes and takes_bytes(key, value, rope, rows, scoring)
+    fmt, d = LayerFormat(key.format, value.format), key.shape.d
+    return Ways(takes, takes_alone(key.format, d, rows, scoring), multiplies(fmt, d, rows))
+
+
+def multiplies(fmt: LayerFormat, d: int, rows: int) -> bool:
+    """Whether blocks can rotate queries and results themselves (`Limits::MULTIPLIES` in cuda/layout.cuh): there are
+    rotations, which all heads share, and no sketch of queries. rows: query rows per kv head."""
+    kinds = {rotate.kind for rotate in (fmt.key.rotate, fmt.value.rotate) if rotate}
+    return bool(kinds) and "learned" not in kinds and not fmt.key.sketch and d <= 128 and rows <= 8
+
+
+def sharing(fmt: LayerFormat, can: Ways, b: int, h_kv: int, tokens: int, processors: int) -> Sharing:
     """How a batch is dealt out best.
 
-    takes: whether pages go by bytes; alone: what `takes_alone` says; b: sequences; tokens: the most that one holds;
-    processors: multiprocessors.
+    b: sequences; tokens: the most that one holds; processors: multiprocessors.
     Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if
     sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
     codes of many bits, which take so much shared memory that few are left, only where sequences are short. Eight warps
@@ -217,28 +241,21 @@ def sharing(fmt: LayerFormat, takes: bool, alone: bool, b: int, h_kv: int, token
     Blocks multiply by rotations themselves where each has few heads, for all of which it does that.
     """
     pairs = b * h_kv
-    many = MANY if takes else MANY_BY_TILES
-    if pairs >= many * processors and alone and b <= MOST_ALONE and (takes or tokens <= SHORT):
+    many = MANY if can.takes else MANY_BY_TILES
+    if pairs >= many * processors and can.alone and b <= MOST_ALONE and (can.takes or tokens <= SHORT):
         return Sharing(1, True)
     large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
     if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
         return Sharing(2)
-    beside = eight_warps(fmt, takes) and pairs * tokens <= LITTLE * processors
-    return Sharing(1, beside=beside, multiplies=multiplies(fmt) and pairs <= processors)
-
-
-def multiplies(fmt: LayerFormat) -> bool:
-    """Whether blocks can multiply by matrices themselves (`Limits::MULTIPLIES` in cuda/layout.cuh): by rotations that
-    all heads share, which are one piece each."""
-    kinds = {rotate.kind for rotate in (fmt.key.rotate, fmt.value.rotate) if rotate}
-    return bool(kinds) and "learned" not in kinds and not fmt.key.sketch
+    beside = eight_warps(fmt, can.takes) and pairs * tokens <= LITTLE * processors
+    return Sharing(1, beside=beside, multiplies=can.multiplies and pairs <= processors)
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
     """Whether, for heads of 128 channels and at most eight query rows, blocks that do not share a multiprocessor have
     eight warps (`Limits::WIDEST` in cuda/layout.cuh): where RoPE turns keys, or with factors.
 
-    takes: as of `sharing`.
+    takes: whether pages go by bytes.
     """
     turned = fmt.key.domain == "pre_rope" and not fmt.key.banded
     return not takes and bool(turned or fmt.key.lowrank or fmt.value.lowrank)
@@ -254,13 +271,13 @@ def spans(most: int | None) -> list[int]:
     return [*found[:-1], longest]
 
 
-def sharings(fmt: LayerFormat, takes: bool, alone: bool) -> list[Sharing]:
+def sharings(fmt: LayerFormat, can: Ways) -> list[Sharing]:
     """All that `sharing` may say."""
     some = [ONE_BLOCK, Sharing(2)]
-    if alone:
+    if can.alone:
         some.append(Sharing(1, alone=True))
-    ways = product({False, eight_warps(fmt, takes)}, {False, multiplies(fmt)})
-    return some + [Sharing(1, beside=beside, multiplies=own) for beside, own in sorted(ways) if beside or own]
+    others = product({False, eight_warps(fmt, can.takes)}, {False, can.multiplies})
+    return some + [Sharing(1, beside=beside, multiplies=own) for beside, own in sorted(others) if beside or own]
 
 
 def _bool(x: object) -> str:
@@ -351,11 +368,10 @@ def units(
     for layer, pair in enumerate(bundle.geometry.layers):
         key, value = pair or unpaged(model.h_kv, model.d)
         scoring, by_bytes = Scoring(model.window(layer), model.softcap), fits_bytes(inv_freq, _codebooks(bundle, layer))
-        takes = by_bytes and takes_bytes(key, value, model.rope, rows, scoring)
-        formats, alone = LayerFormat(key.format, value.format), takes_alone(key.format, key.shape.d, rows, scoring)
-        ways = sharings(formats, takes, alone)
+        formats, can = LayerFormat(key.format, value.format), ways(key, value, model.rope, rows, by_bytes, scoring)
+        dealt = sharings(formats, can)
         if batches is not None:
-            ways = sorted({sharing(formats, takes, alone, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
-        for dtype, how in product(dtypes, ways):
+            dealt = sorted({sharing(formats, can, b, key.shape.h_kv, n, grid) for b, n, grid in batches})
+        for dtype, how in product(dtypes, dealt):
             found[attend_unit(key, value, model.rope, TYPES[dtype], rows, by_bytes, how, scoring)] = None
     return list(found)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from artifacts import Center, Dense, Format, LayerFormat, LowRank, Rotate, Sketch, Sparse, Window
-from runtime.units import ONE_BLOCK, Sharing, multiplies
+from runtime.units import ALL_PLAIN, ONE_BLOCK, Scoring, Sharing, multiplies
 from tests.cuda.attention_emulated import BANDED, Emulated, case, check, check_scene
+from tests.formats import kvquant, without_outliers
 from tests.gpu import paged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -45,34 +46,55 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
 
 HADAMARD = Format(64, Dense(2, "token"), Sparse(0.02, "token", "online"), rotate=Rotate("hadamard"), center=Center())
 FACTORS = replace(PLAIN_VALUES, rotate=Rotate("haar"), lowrank=LowRank(4, 2))
+EVENLY = without_outliers(kvquant(2)).key
 ROTATED = {
     "turned": LayerFormat(TURNED, TURNED), "keys": LayerFormat(TURNED, PLAIN_VALUES),
     "values": LayerFormat(PLAIN_VALUES, TURNED), "outliers": LayerFormat(TURNED, HADAMARD),
-    "factors": LayerFormat(TURNED, FACTORS),
+    "factors": LayerFormat(TURNED, FACTORS), "rope": LayerFormat(EVENLY, replace(TURNED, window=EVENLY.window)),
+    "bytes": LayerFormat(BANDED.key, replace(BANDED.value, rotate=Rotate("haar"))),
 }  # fmt: skip
+
+
+def check_rotating(formats, lengths, monkeypatch, g=1, d=128, m=1, dtype=torch.float16, scoring=ALL_PLAIN) -> None:
+    """Against float64, when the blocks of attention have rotated whatever is rotated."""
+    assert multiplies(formats, d, g * m)
+    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True, multiplies=True))
+    scene = paged.Scene.of(case(formats, 2 * g, d=d), lengths, m, dtype, scoring)
+    integers = scene.kernels.module(g * m, Emulated.how).integers
+    assert integers["attend_projects"] == bool(formats.key.rotate)
+    assert integers["attend_restores"] == bool(formats.value.rotate)
+    check_scene(scene)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("formats", ROTATED.values(), ids=ROTATED)
 def test_blocks_that_multiply_by_rotations_themselves(formats, dtype, monkeypatch):
     """Queries and results of eight rows and fewer, of blocks that go on to another head or have no page of it."""
-    assert multiplies(formats)
-    monkeypatch.setattr(Emulated, "how", Sharing(1, multiplies=True))
-    if formats.key.rotate:
-        monkeypatch.setattr(Emulated, "projection", None)  # no kernel does
-    for h_q, d, m, lengths in ((16, 128, 1, [1, 66, 330, 130]), (4, 64, 2, [3, 200, 64]), (2, 128, 1, [330, 1200, 7])):
-        check_scene(paged.Scene.of(case(formats, h_q, d=d), lengths, m, dtype))
+    check_rotating(formats, [1, 66, 330, 130], monkeypatch, 8, dtype=dtype)
+    check_rotating(formats, [3, 200, 64], monkeypatch, 2, 64, 2, dtype)
+    check_rotating(formats, [330, 1200, 7], monkeypatch, 1, dtype=dtype)
+
+
+def test_windows_and_caps_where_blocks_multiply_by_rotations(monkeypatch):
+    check_rotating(ROTATED["turned"], [66, 700, 330], monkeypatch, 3, m=2, scoring=Scoring(150, 5.0))
 
 
 @pytest.mark.parametrize("rotation", [Rotate("learned"), None], ids=["learned", "sketched"])
-def test_other_matrices_have_kernels_of_their_own(rotation, monkeypatch):
-    """Also with more rows or channels than blocks multiply by themselves."""
-    monkeypatch.setattr(Emulated, "how", Sharing(1, multiplies=True))
+def test_other_matrices_have_kernels_of_their_own(rotation):
     formats = LayerFormat(replace(TURNED, rotate=rotation), BROUGHT_BACK) if rotation else SKETCHED
-    assert not multiplies(formats)
+    assert not multiplies(formats, 128, 1)
     check(case(formats), [1, 300])
-    check(case(LayerFormat(TURNED, TURNED), 24), [1, 300])
-    check(case(LayerFormat(TURNED, TURNED), 2, d=256), [1, 300])
+
+
+@pytest.mark.parametrize(("g", "d"), [(12, 128), (1, 256)])
+def test_more_rows_or_channels_than_blocks_multiply_themselves(g, d, monkeypatch):
+    """Though they are told to."""
+    formats, how = ROTATED["turned"], Sharing(1, multiplies=True)
+    assert not multiplies(formats, d, g)
+    monkeypatch.setattr(Emulated, "how", how)
+    scene = paged.Scene.of(case(formats, 2 * g, d=d), [1, 300])
+    assert scene.kernels.module(g, how).integers["attend_restores"] == 0
+    check_scene(scene)
 
 
 @pytest.mark.parametrize(("m", "outlier_m"), [(32, 0), (64, 32), (96, 160), (224, 96), (512, 224)])

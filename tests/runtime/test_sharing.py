@@ -19,6 +19,8 @@ from runtime.units import (
     SEVERAL,
     SHORT,
     Sharing,
+    Ways,
+    multiplies,
     sharing,
     sharings,
     spans,
@@ -73,13 +75,19 @@ def plain_nuq(bits):
     ],
 )
 def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
-    assert sharing(formats, takes, alone, pairs, 1, tokens, GRID) == said
-    assert said in sharings(formats, takes, alone)
+    can = Ways(takes, alone, multiplies(formats, 128, 8))
+    assert sharing(formats, can, pairs, 1, tokens, GRID) == said
+    assert said in sharings(formats, can)
+
+
+@pytest.mark.parametrize(("d", "rows", "can"), [(128, 8, True), (64, 1, True), (256, 1, False), (128, 9, False)])
+def test_heads_whose_blocks_rotate(d, rows, can):
+    assert multiplies(TURNED, d, rows) == can
 
 
 def test_more_sequences_than_warps_alone_find():
-    assert sharing(PLAIN, False, True, MOST_ALONE, 8, 100, GRID) == Sharing(1, alone=True)
-    assert sharing(PLAIN, False, True, MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
+    assert sharing(PLAIN, Ways(alone=True), MOST_ALONE, 8, 100, GRID) == Sharing(1, alone=True)
+    assert sharing(PLAIN, Ways(alone=True), MOST_ALONE + 1, 8, 100, GRID) == Sharing(2)
     (chunks,) = re.findall(r"MOST_CHUNKS = (\d+)", (kernel_folder() / "layout.cuh").read_text())
     assert 32 * int(chunks) == MOST_ALONE
 
@@ -109,7 +117,7 @@ def test_lengths_that_steps_are_dealt_out_for(most, expected):
     ],
 )
 def test_lengths_that_have_steps_of_their_own(formats, b, most, expected):
-    kernels = SimpleNamespace(sharing=lambda b, tokens: sharing(formats, False, True, b, 8, tokens, GRID))
+    kernels = SimpleNamespace(sharing=lambda b, tokens: sharing(formats, Ways(alone=True), b, 8, tokens, GRID))
     layers = [SimpleNamespace(step=lambda h_q: kernels)]
     cache = SimpleNamespace(
         room=SimpleNamespace(max_tokens=most), layers=layers, bundle=SimpleNamespace(model=SimpleNamespace(h_q=32))
