@@ -22,9 +22,8 @@ from runtime.units import (
     attend_unit,
     eight_warps,
     side_struct,
-    takes_alone,
-    takes_bytes,
     units,
+    ways,
 )
 from runtime.unpaged import unpaged
 from tests.cuda.compiling import check
@@ -153,31 +152,33 @@ def test_layers_in_full_precision_on_every_architecture(arch: str) -> None:
     )
 
 
-def test_who_takes_pages_by_bytes_and_whose_warps_are_alone() -> None:
+def test_which_ways_layers_can_go() -> None:
     """What Python says of formats and dimensions is what the kernels do."""
-    said, alone, source = [], [], '#include "layout.cuh"\n'
+    found, source = [], '#include "layout.cuh"\n'
     for case, scoring in product(CASES, (ALL_PLAIN, Scoring(100), Scoring(0, 5.0))):
         rows = min(16, case.h_q // case.h_kv)
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
-        said.append(takes_bytes(key, value, case.rope, rows, scoring))
-        alone.append(takes_alone(key.format, case.d, rows, scoring))
+        can = ways(key, value, case.rope, rows, True, scoring)
+        found.append(can)
         eight = case.d == 128 and eight_warps(LayerFormat(key.format, value.format), False)
-        source += f"""namespace case{len(said)} {{
+        source += f"""namespace case{len(found)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
 struct Shape {{
-    using Key = case{len(said)}::Key;
-    using Value = case{len(said)}::Value;
+    using Key = case{len(found)}::Key;
+    using Value = case{len(found)}::Value;
     static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
-    static constexpr bool ALONE = false, MULTIPLIES = false, SLIDING = {int(scoring.window > 0)};
+    static constexpr bool ALONE = false, MULTIPLIES = true, SLIDING = {int(scoring.window > 0)};
     static constexpr bool CAPPED = {int(scoring.softcap is not None)};
 }};
-static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(said[-1])}, "{case}");
-static_assert(signpost::Limits<Shape>::ALONE == {int(alone[-1])}, "{case}");
+static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(can.takes)}, "{case}");
+static_assert(signpost::Limits<Shape>::ALONE == {int(can.alone)}, "{case}");
+constexpr bool rotates = Key::ROTATE || Value::ROTATE;
+static_assert((rotates && signpost::Limits<Shape>::MULTIPLIES) == {int(can.multiplies)}, "{case}");
 static_assert(!{int(eight)} || signpost::Limits<Shape>::WIDEST == 8, "{case}");
 }}
 """
-    assert set(said) == set(alone) == {True, False}
+    assert all(set(each) == {True, False} for each in zip(*found, strict=True))
     source += 'extern "C" __global__ void nothing() {}\n'
     assert jit.compile_unit(jit.Unit("takes", source, ("nothing",), ()), "sm_90a")
 
