@@ -13,6 +13,7 @@
 #include "alone.cuh"
 #include "bytes.cuh"
 #include "line.cuh"
+#include "plan.cuh"
 #include "tiles.cuh"
 
 namespace signpost {

@@ -3,8 +3,8 @@
 // (Layout::DIRECT).
 #pragma once
 
-#include "layout.cuh"
 #include "pieces.cuh"
+#include "plan.cuh"
 
 namespace signpost {
 

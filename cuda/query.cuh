@@ -1,4 +1,4 @@
-// The query as second operands: plain for exact tokens; for pages rotated as these are (cuda/products.cuh) and sketched (cuda/project.cuh), or turned by each page's first position.
+// The query as second operands: plain for exact tokens; for pages rotated as these are and sketched (cuda/project.cuh, or, where blocks rotate by themselves, cuda/products.cuh), or turned by each page's first position.
 #pragma once
 
 #include "layout.cuh"

@@ -328,9 +328,9 @@ struct Softmax {
         }
     }
 
-    // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them. APART: outputs go to f32 [ROWS][D].
-    template <bool APART>
-    __device__ __forceinline__ void add_teams(float* to, float* apart, int first) const {
+    // The teams' outputs of these rows, weighed: two channels a thread, who finds the teams' weights for itself, so that nobody waits for them. RESTORES: outputs go to products, f32 [ROWS][D].
+    template <bool RESTORES>
+    __device__ __forceinline__ void add_teams(float* to, float* products, int first) const {
         for (int i = threadIdx.x; i < L::ROWS_AT_ONCE * D / 2; i += L::THREADS) {
             const int at_once = i / (D / 2), row = first + at_once, r = i % 8, step = i % (D / 2) / 8;
             if (row >= ROWS) break;
@@ -347,7 +347,7 @@ struct Softmax {
                 sums += by * team.y, x.x += by * y.x, x.y += by * y.y;
             }
             float* const of_row = to + row * (D + 2);
-            float* const output = APART ? apart + row * D : of_row;
+            float* const output = RESTORES ? products + row * D : of_row;
             output[L::channel_of(step, 0, r)] = x.x, output[L::channel_of(step, 1, r)] = x.y;
             if (r == 0 && step == 0) *reinterpret_cast<float2*>(of_row + D) = make_float2(top, sums);
         }

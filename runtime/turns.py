@@ -15,7 +15,7 @@ from artifacts.order import TILE
 from runtime.rope import Rotation
 from runtime.units import scale_kind, spread
 
-MOST_TOKENS = 64  # of a unit of work: `Choice` in cuda/layout.cuh
+MOST_TOKENS = 64  # of a unit of work: `Choice` in cuda/plan.cuh
 LARGE_PAGE = 64  # tokens from which outliers of keys are added to what is scaled: `CHANNELS_FOLDED` there
 
 

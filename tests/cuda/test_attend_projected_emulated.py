@@ -46,11 +46,11 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
 
 HADAMARD = Format(64, Dense(2, "token"), Sparse(0.02, "token", "online"), rotate=Rotate("hadamard"), center=Center())
 FACTORS = replace(PLAIN_VALUES, rotate=Rotate("haar"), lowrank=LowRank(4, 2))
-EVENLY = without_outliers(kvquant(2)).key
+PRE_ROPE = without_outliers(kvquant(2)).key
 ROTATED = {
     "turned": LayerFormat(TURNED, TURNED), "keys": LayerFormat(TURNED, PLAIN_VALUES),
     "values": LayerFormat(PLAIN_VALUES, TURNED), "outliers": LayerFormat(TURNED, HADAMARD),
-    "factors": LayerFormat(TURNED, FACTORS), "rope": LayerFormat(EVENLY, replace(TURNED, window=EVENLY.window)),
+    "factors": LayerFormat(TURNED, FACTORS), "rope": LayerFormat(PRE_ROPE, replace(TURNED, window=PRE_ROPE.window)),
     "bytes": LayerFormat(BANDED.key, replace(BANDED.value, rotate=Rotate("haar"))),
 }  # fmt: skip
 

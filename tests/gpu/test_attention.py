@@ -31,14 +31,18 @@ def errors(scene: "Scene") -> list[tuple[float, float]]:
 
 
 def assert_close(scene: "Scene") -> None:
-    for ours, theirs in errors(scene):
+    assert_each_close(errors(scene))
+
+
+def assert_each_close(found: list[tuple[float, float]]) -> None:
+    for ours, theirs in found:
         assert ours <= max(ALLOWED * theirs, FLOOR), (ours, theirs)
 
 
-def assert_close_together(scene: "Scene") -> None:
-    """By the root mean square of all sequences, and by no more than four times that of one: where a key or value
-    outweighs a head's others, how often it is rounded is what shows, and of one sequence either error is of chance."""
-    found = errors(scene)
+def assert_close_together(found: list[tuple[float, float]]) -> None:
+    """Errors by the root mean square of all sequences: where a key or value outweighs a head's others, how often it is
+    rounded is what shows, and of one sequence either error is of chance. Of one no more than twice as much as of all
+    is allowed, which is no bound from arithmetic: of 130 in the emulator one had 3.9 times fp16's error of the same."""
     ours, theirs = ((sum(x * x for x in each) / len(found)) ** 0.5 for each in zip(*found, strict=True))
     assert ours <= max(ALLOWED * theirs, FLOOR), (ours, theirs)
     for one, half in found:
@@ -48,7 +52,9 @@ def assert_close_together(scene: "Scene") -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_format(case: Case) -> None:
     t = max(case.key.t, case.value.t)
-    assert_close_together(Scene.of(case, [1, t - 1, t, t + 1, *[5 * t + 37, 1003] * 5]))
+    found = errors(Scene.of(case, [1, t - 1, t, t + 1, *[5 * t + 37, 1003] * 5]))
+    assert_each_close(found[:4])
+    assert_close_together(found)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,8 @@ def test_every_format(case: Case) -> None:
 )
 def test_every_format_whose_warps_may_be_alone(case: Case, monkeypatch) -> None:
     monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: Sharing(1, alone=True))
-    assert_close_together(Scene.of(case, [1, 65, 3, *[1003, 5 * 64 + 37] * 5]))
+    found = errors(Scene.of(case, [1, 65, 3, *[1003, 5 * 64 + 37] * 5]))
+    assert_close_together(found)
 
 
 BANDED = LayerFormat(
@@ -238,7 +245,7 @@ def test_chains_of_layers_whose_blocks_rotate_and_others() -> None:
 @pytest.mark.parametrize("g", [1, 4, 8])
 def test_rotated_pages_however_work_is_dealt_out(g, how, monkeypatch) -> None:
     monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: how)
-    assert_close_together(Scene.of(with_formats(turned(3), 2 * g, 2), [1, 65, 130, 5003, *[300, 700] * 4]))
+    assert_close(Scene.of(with_formats(turned(3), 2 * g, 2), [1, 65, 130, 5003, 300, 700]))
 
 
 def test_a_captured_graph_follows_the_lengths() -> None:
