@@ -25,8 +25,13 @@ WATCHED = ("-O1", "-DSIGNPOST_RACES", "-fsanitize=thread", "-fno-gnu-unique")
 
 
 @functools.cache
+def _temporary() -> "tempfile.TemporaryDirectory[str]":
+    """Of this process, which removes it in the end: libraries of all tests are more than half a gigabyte."""
+    return tempfile.TemporaryDirectory(prefix="signpost-emulated-", ignore_cleanup_errors=True)
+
+
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="signpost-emulated-"))
+    return Path(_temporary().name)
 
 
 def compiled(source: str, emulator: str, flags: tuple[str, ...], link: tuple[str, ...] = ()) -> Path:
