@@ -34,6 +34,8 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
+    // Whether blocks that share a multiprocessor have six warps each, two places of a unit, instead of four, if registers allow it: faster with few query rows and with bands (measured).
+    static constexpr bool BY_SIXES = Shape::BLOCKS == 2 && (ROWS <= 2 || K::BANDED);
     // Whether a warp can have sequences of its own.
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
     // Whether blocks multiply by rotations themselves (products.cuh), where the shape asks for it: if heads share all of them and queries meet nothing else.

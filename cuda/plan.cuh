@@ -27,6 +27,7 @@ struct Choice {
             if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
             else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
         } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
+        else if constexpr (W == 6 && P * S > 1 && !L::BY_SIXES) return false;
         else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
     }
 };
@@ -59,7 +60,7 @@ using AllChoices = List<
     Choice<16, 64, 4, 1>, Choice<16, 64, 2, 2>, Choice<16, 64, 1, 4>, Choice<12, 64, 4, 1>, Choice<12, 64, 2, 2>, Choice<12, 64, 1, 4, 2>, Choice<12, 64, 1, 4>, Choice<12, 64, 1, 3>,
     Choice<8, 64, 4, 2>, Choice<8, 64, 4, 1>, Choice<8, 64, 2, 2>, Choice<8, 64, 2, 1>, Choice<8, 64, 1, 4, 2>, Choice<8, 64, 1, 4>, Choice<8, 64, 1, 3>,
     Choice<8, 32, 4, 1>, Choice<8, 32, 2, 2>, Choice<8, 32, 1, 4, 2>, Choice<8, 32, 1, 4>, Choice<8, 32, 1, 3>,
-    Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 1, 4, 2>, Choice<6, 32, 1, 4>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
+    Choice<6, 32, 4, 1>, Choice<6, 32, 2, 2>, Choice<6, 32, 1, 4, 2>, Choice<4, 64, 4, 2>, Choice<4, 64, 4, 1>, Choice<4, 64, 2, 2>, Choice<4, 64, 2, 1>, Choice<4, 64, 1, 4, 2>, Choice<4, 64, 1, 2, 2>, Choice<6, 32, 1, 4>, Choice<4, 64, 1, 4>, Choice<4, 64, 1, 3>,
     Choice<4, 16, 4, 1>, Choice<4, 16, 2, 2>, Choice<4, 16, 1, 4, 2>, Choice<4, 16, 1, 4>, Choice<4, 16, 1, 3>, Choice<4, 16, 1, 2>, Choice<4, 16, 1, 1>>;
 // Warps alone, whose pages go by bytes or by tiles.
 using AloneChoices = List<Choice<12, 64, 1, 0>, Choice<11, 64, 1, 0>, Choice<10, 64, 1, 0>, Choice<9, 64, 1, 0>, Choice<8, 64, 1, 0>, Choice<7, 64, 1, 0>,

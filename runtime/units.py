@@ -24,7 +24,9 @@ from runtime.smooth import is_smooth
 from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
-SEVERAL, MANY, MANY_BY_TILES = 2, 7, 12  # sequences' kv heads a multiprocessor
+# Sequences' kv heads a multiprocessor: up to so many leave room for the merge, so many are enough for two blocks of
+# grouped queries; of MANY warps are alone, by bytes, by tiles, there if two blocks do not fit, or if keys are sketched.
+ROOMY, NEARLY, MANY, MANY_BY_TILES, MANY_UNSHARED, MANY_SKETCHED = 1 / 4, 2 / 3, 7, 12, 3.5, 36
 LITTLE = 2048  # tokens of all sequences' kv heads, for a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
@@ -207,11 +209,14 @@ ONE_BLOCK = Sharing()
 
 class Ways(NamedTuple):
     """Which ways a layer's steps can go, beside by tiles with the work of a block for all of its warps. takes: pages by
-    bytes; alone: warps of their own; multiplies: by blocks that rotate."""
+    bytes; alone: warps of their own; multiplies: by blocks that rotate; two: by two blocks that share a
+    multiprocessor's 228 KB; grouped: by tiles, with more than two query rows per kv head."""
 
     takes: bool = False
     alone: bool = False
     multiplies: bool = False
+    two: bool = True
+    grouped: bool = False
 
 
 def ways(
@@ -220,7 +225,15 @@ def ways(
     """Those of rows query rows per kv head. by_bytes: what `fits_bytes` says."""
     takes = by_bytes and takes_bytes(key, value, rope, rows, scoring)
     fmt, d = LayerFormat(key.format, value.format), key.shape.d
-    return Ways(takes, takes_alone(key.format, d, rows, scoring), multiplies(fmt, d, rows))
+    alone, grouped = takes_alone(key.format, d, rows, scoring), not takes and rows > 2
+    return Ways(takes, alone, multiplies(fmt, d, rows), not grouped or two_fit(fmt, d), grouped)
+
+
+def two_fit(fmt: LayerFormat, d: int) -> bool:
+    """Whether two blocks by tiles share a multiprocessor of 228 KB (`Plan` in cuda/plan.cuh decides; a test holds the
+    two against each other): look-up tables for codes of four bits beside what outliers add leave no room for that."""
+    sparse = bool(fmt.key.sparse or fmt.value.sparse)
+    return d < 128 or not (sparse and any(side.dense and side.dense.bits == 4 for side in (fmt.key, fmt.value)))
 
 
 def multiplies(fmt: LayerFormat, d: int, rows: int) -> bool:
@@ -235,20 +248,38 @@ def sharing(fmt: LayerFormat, can: Ways, b: int, h_kv: int, tokens: int, process
 
     b: sequences; tokens: the most that one holds; processors: multiprocessors.
     Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if
-    sequences are short; else, if it has several, two blocks share it, which then have fewer warps; with outliers or
-    codes of many bits, which take so much shared memory that few are left, only where sequences are short. Eight warps
-    leave registers to the merge where that gains more than it costs them: where a multiprocessor has little to do.
-    Blocks multiply by rotations themselves where each has few heads, for all of which it does that.
+    sequences are short; else, if it has more than one, two blocks share it, which then have fewer warps: the beginning
+    and end of one's heads are hidden by the other. By bytes, outliers and codes of four bits take so much shared memory
+    that few warps are left, which is worth it only where sequences are short. Eight warps leave registers to the merge
+    where that gains more than it costs them: where a multiprocessor has little to do. Blocks multiply by rotations
+    themselves where each has few heads, for all of which it does that.
     """
-    pairs = b * h_kv
-    many = MANY if can.takes else MANY_BY_TILES
-    if pairs >= many * processors and can.alone and b <= MOST_ALONE and (can.takes or tokens <= SHORT):
+    heads = b * h_kv / processors
+    if heads >= many(fmt, can) and can.alone and b <= MOST_ALONE and (can.takes or tokens <= SHORT):
         return Sharing(1, True)
-    large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
-    if pairs >= SEVERAL * processors and (not large or tokens <= SHORT):
+    if two_blocks(fmt, can, heads, tokens):
         return Sharing(2)
-    beside = eight_warps(fmt, can.takes) and pairs * tokens <= LITTLE * processors
-    return Sharing(1, beside=beside, multiplies=can.multiplies and pairs <= processors)
+    beside = eight_warps(fmt, can.takes) and heads <= ROOMY and heads * tokens <= LITTLE
+    return Sharing(1, beside=beside, multiplies=can.multiplies and heads <= 1)
+
+
+def many(fmt: LayerFormat, can: Ways) -> float:
+    """How many heads of sequences a multiprocessor has where warps are alone."""
+    if can.takes:
+        return MANY
+    if not can.two:
+        return MANY_UNSHARED
+    return MANY_SKETCHED if fmt.key.sketch else MANY_BY_TILES
+
+
+def two_blocks(fmt: LayerFormat, can: Ways, heads: float, tokens: int) -> bool:
+    """Whether two blocks share a multiprocessor that has so many heads of sequences."""
+    if not can.two:
+        return False
+    if can.takes:
+        large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
+        return heads > 1 and (not large or tokens <= 2 * SHORT)
+    return heads > (NEARLY if can.grouped and tokens <= 2 * SHORT else 1)
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
@@ -273,7 +304,9 @@ def spans(most: int | None) -> list[int]:
 
 def sharings(fmt: LayerFormat, can: Ways) -> list[Sharing]:
     """All that `sharing` may say."""
-    some = [ONE_BLOCK, Sharing(2)]
+    some = [ONE_BLOCK]
+    if can.two:
+        some.append(Sharing(2))
     if can.alone:
         some.append(Sharing(1, alone=True))
     others = product({False, eight_warps(fmt, can.takes)}, {False, can.multiplies})

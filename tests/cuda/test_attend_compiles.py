@@ -22,6 +22,7 @@ from runtime.units import (
     attend_unit,
     eight_warps,
     side_struct,
+    two_fit,
     units,
     ways,
 )
@@ -109,6 +110,17 @@ def test_outliers_on_both_sides_with_many_rows(rows: int, d: int) -> None:
 def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     """Or one, where two do not fit."""
     check(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_blocks_fit_where_steps_are_dealt_out_to_them(name: str, d: int) -> None:
+    """The compiler counts them, and says so."""
+    fits = two_fit(RECIPES[name], d)
+    for rows in (4, 8):
+        unit = recipe_unit(name, d, rows, how=Sharing(2))
+        source = unit.source + f"static_assert(Plan::BLOCKS == {1 + fits}, \"as runtime/units.py says\");\n"
+        assert jit.compile_unit(replace(unit, source=source), "sm_90a")
 
 
 @pytest.mark.parametrize("dtype", ["__nv_bfloat16", "float"])

@@ -15,8 +15,10 @@ from runtime.units import (
     LITTLE,
     MANY,
     MANY_BY_TILES,
+    MANY_SKETCHED,
+    MANY_UNSHARED,
     MOST_ALONE,
-    SEVERAL,
+    NEARLY,
     SHORT,
     Sharing,
     Ways,
@@ -30,6 +32,7 @@ from tests.formats import kivi, kvquant
 GRID, PLAIN = 132, kivi(2)
 HAAR = Rotate("haar")
 TURNED = replace(PLAIN, key=replace(PLAIN.key, rotate=HAAR))
+SKETCHED = replace(PLAIN, key=replace(PLAIN.key, rotate=HAAR, sketch=Sketch(64)))
 FACTORS = replace(PLAIN, value=replace(PLAIN.value, lowrank=LowRank(4, 2)))
 
 
@@ -39,45 +42,59 @@ def plain_nuq(bits):
     return replace(formats, key=replace(formats.key, sparse=None), value=replace(formats.value, sparse=None))
 
 
+BY_BYTES, ALONE, GROUPED = Ways(takes=True, alone=True), Ways(alone=True), Ways(alone=True, grouped=True)
+CROWDED = Ways(alone=True, two=False, grouped=True)
+NEARLY_ALL = int(NEARLY * GRID)
+
+
 @pytest.mark.parametrize(
-    ("formats", "takes", "alone", "pairs", "tokens", "said"),
+    ("formats", "can", "pairs", "tokens", "said"),
     [
-        (PLAIN, False, True, SEVERAL * GRID - 1, 100, Sharing(1)),
-        (PLAIN, False, True, SEVERAL * GRID, 100000, Sharing(2)),
-        (PLAIN, False, True, MANY_BY_TILES * GRID - 1, SHORT, Sharing(2)),
-        (PLAIN, False, True, MANY_BY_TILES * GRID, SHORT, Sharing(1, alone=True)),
-        (PLAIN, False, False, MANY_BY_TILES * GRID, SHORT, Sharing(2)),
-        (PLAIN, False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(2)),
-        (kvquant(2), True, True, SEVERAL * GRID, SHORT, Sharing(2)),
-        (kvquant(2), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
-        (kvquant(2), True, True, MANY * GRID - 1, SHORT + 1, Sharing(1)),
-        (kvquant(2), True, True, MANY * GRID, SHORT + 1, Sharing(1, alone=True)),
-        (kivi(4), False, False, MANY_BY_TILES * GRID, SHORT, Sharing(2)),
-        (kivi(4), False, True, MANY_BY_TILES * GRID, SHORT + 1, Sharing(1)),
-        (plain_nuq(3), True, True, SEVERAL * GRID, SHORT + 1, Sharing(2)),
-        (plain_nuq(4), True, True, SEVERAL * GRID, SHORT + 1, Sharing(1)),
-        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
-        (plain_nuq(4), False, True, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
-        (plain_nuq(4), True, True, 8, 100, Sharing(1)),
-        (FACTORS, False, True, 8, 100, Sharing(1, beside=True)),
-        (TURNED, False, True, GRID, 1 << 20, Sharing(1, multiplies=True)),
-        (TURNED, False, True, GRID + 1, 100, Sharing(1)),
-        (
-            replace(FACTORS, value=replace(FACTORS.value, rotate=HAAR)),
-            False,
-            True,
-            8,
-            100,
-            Sharing(1, False, True, True),
-        ),
-        (replace(PLAIN, value=replace(PLAIN.value, rotate=Rotate("learned"))), False, True, 8, 100, Sharing(1)),
-        (replace(TURNED, key=replace(TURNED.key, sketch=Sketch(64))), False, True, 8, 100, Sharing(1)),
+        (PLAIN, ALONE, GRID, 100, Sharing(1)),
+        (PLAIN, ALONE, GRID + 1, 100000, Sharing(2)),
+        (PLAIN, GROUPED, NEARLY_ALL, 2 * SHORT, Sharing(1)),
+        (PLAIN, GROUPED, NEARLY_ALL + 1, 2 * SHORT, Sharing(2)),
+        (PLAIN, GROUPED, GRID, 2 * SHORT + 1, Sharing(1)),
+        (PLAIN, GROUPED, GRID + 1, 2 * SHORT + 1, Sharing(2)),
+        (PLAIN, ALONE, MANY_BY_TILES * GRID - 1, SHORT, Sharing(2)),
+        (PLAIN, ALONE, MANY_BY_TILES * GRID, SHORT, Sharing(1, alone=True)),
+        (PLAIN, Ways(), MANY_BY_TILES * GRID, SHORT, Sharing(2)),
+        (PLAIN, ALONE, MANY_BY_TILES * GRID, SHORT + 1, Sharing(2)),
+        (SKETCHED, ALONE, MANY_SKETCHED * GRID - 1, SHORT, Sharing(2)),
+        (SKETCHED, ALONE, MANY_SKETCHED * GRID, SHORT, Sharing(1, alone=True)),
+        (kvquant(2), BY_BYTES, GRID, SHORT, Sharing(1)),
+        (kvquant(2), BY_BYTES, GRID + 1, 2 * SHORT, Sharing(2)),
+        (kvquant(2), BY_BYTES, GRID + 1, 2 * SHORT + 1, Sharing(1)),
+        (kvquant(2), BY_BYTES, MANY * GRID - 1, 2 * SHORT + 1, Sharing(1)),
+        (kvquant(2), BY_BYTES, MANY * GRID, 2 * SHORT + 1, Sharing(1, alone=True)),
+        (plain_nuq(3), BY_BYTES, GRID + 1, 2 * SHORT + 1, Sharing(2)),
+        (plain_nuq(4), BY_BYTES, GRID + 1, 2 * SHORT + 1, Sharing(1)),
+        (kvquant(4), CROWDED, int(MANY_UNSHARED * GRID) - 1, SHORT, Sharing(1)),
+        (kvquant(4), CROWDED, int(MANY_UNSHARED * GRID), SHORT, Sharing(1, alone=True)),
+        (kvquant(4), CROWDED, int(MANY_UNSHARED * GRID), SHORT + 1, Sharing(1)),
+        (plain_nuq(4), ALONE, 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
+        (plain_nuq(4), ALONE, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
+        (plain_nuq(4), ALONE, GRID // 4, 100, Sharing(1, beside=True)),
+        (plain_nuq(4), ALONE, GRID // 4 + 1, 100, Sharing(1)),
+        (plain_nuq(4), BY_BYTES, 8, 100, Sharing(1)),
+        (FACTORS, ALONE, 8, 100, Sharing(1, beside=True)),
+        (TURNED, ALONE, GRID, 1 << 20, Sharing(1, multiplies=True)),
+        (TURNED, ALONE, GRID + 1, 100, Sharing(2)),
+        (replace(FACTORS, value=replace(FACTORS.value, rotate=HAAR)), ALONE, 8, 100, Sharing(1, False, True, True)),
+        (replace(PLAIN, value=replace(PLAIN.value, rotate=Rotate("learned"))), ALONE, 8, 100, Sharing(1)),
+        (replace(TURNED, key=SKETCHED.key), ALONE, 8, 100, Sharing(1)),
     ],
 )
-def test_how_a_step_is_dealt_out(formats, takes, alone, pairs, tokens, said):
-    can = Ways(takes, alone, multiplies(formats, 128, 8))
+def test_how_a_step_is_dealt_out(formats, can, pairs, tokens, said):
+    can = can._replace(multiplies=multiplies(formats, 128, 8))
     assert sharing(formats, can, pairs, 1, tokens, GRID) == said
     assert said in sharings(formats, can)
+
+
+def test_two_blocks_that_do_not_fit_are_not_said():
+    for pairs in (1, GRID, GRID + 1, 100 * GRID):
+        assert sharing(kvquant(4), CROWDED, pairs, 1, ANY, GRID) == Sharing(1)
+    assert Sharing(2) not in sharings(kvquant(4), CROWDED)
 
 
 @pytest.mark.parametrize(("d", "rows", "can"), [(128, 8, True), (64, 1, True), (256, 1, False), (128, 9, False)])
