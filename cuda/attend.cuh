@@ -224,8 +224,8 @@ struct Attend {
     __device__ __forceinline__ void exact_rest() {
         const int count = at.to - at.from;
         tiles.exact_values();
-        // Who took pages in turn, and had one less of them, goes first.
-        const int idle = L::BYTES ? count % L::WARPS : HOP == 1 ? 0 : count % GROUPS * L::TILES;
+        // Who had less pages goes first.
+        const int idle = L::BYTES ? count % L::WARPS : (HOP == 1 ? count / max(1, L::each(count)) : count) % GROUPS * L::TILES;
         exact.tokens(exact_from(), at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle, L::TEAMS);
     }
     __device__ __forceinline__ int exact_from() const { return max(K::SINKS + max(at.key_packed, at.value_packed), at.low()); }

@@ -100,10 +100,15 @@ struct Layout {
     static_assert(USED <= COLUMNS, "every phase has columns of its own");
     // Tokens of a unit of work: a page, the smaller one of both sides, or a part of it; by bytes one or more pages, of which the last unit of a sequence may lack some.
     static constexpr int PAGE = K::T < V::T ? K::T : V::T, T = PAGE < C::UNIT && !BYTES ? PAGE : C::UNIT, TILES = T / TILE, GROUPS = TEAMS / TILES;
-    // From one unit of a group to its next: all groups are at the same place of memory, which is faster, but for factors, whose segments
-    // are then looked up least often.
+    // From one unit of a group to its next: all groups are at the same place of memory, which is faster in long steps, but for factors, whose segments
+    // are looked up least often if a group's units follow each other.
     static constexpr int SHARERS = ALONE ? 1 : GROUPS;  // of a stretch of units
-    static constexpr int HOP = K::RANK || V::RANK ? 1 : SHARERS;
+    static constexpr int HOP = K::RANK || V::RANK || C::MAKES_ROOM ? 1 : SHARERS;
+    // How many units of `count` a group has then: whole turns. In short steps, where there are few, groups that have none leave the multiprocessor to the others.
+    static __device__ __forceinline__ int each(int count) {
+        const int turns = (count + SHARERS * PHASES * C::STACK - 1) / (SHARERS * PHASES * C::STACK);
+        return turns * PHASES * C::STACK;
+    }
     static_assert(T <= 64, "so many tokens' turns are made: MOST_TOKENS in runtime/turns.py");
     static_assert((BYTES || (K::T % T == 0 && V::T % T == 0)) && T % TILE == 0, "pages are multiples of the unit");
     static_assert((BYTES || TEAMS % TILES == 0) && WARPS % PARTS == 0, "a team keeps its place in the unit");

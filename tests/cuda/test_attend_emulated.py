@@ -117,11 +117,27 @@ def test_results_of_many_blocks(blocks, formats, monkeypatch):
     check(case(formats, 1, h_kv=1), [64 * blocks + 37])
 
 
-@pytest.mark.parametrize("g", [1, 4])
-@pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
+@pytest.mark.parametrize("g", [1, 4, 8])
+@pytest.mark.parametrize(
+    "formats",
+    [kvquant(2), kvquant(3), kivi(2), BANDED, without_outliers(kvquant(4))],
+    ids=["2 bits", "3 bits", "kivi", "banded", "codes of 4 bits"],
+)
 def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
     monkeypatch.setattr(Emulated, "how", Sharing(2))
     check(case(formats, 2 * g), [1, 66, 330, 130])
+
+
+@pytest.mark.parametrize("g", [4, 8])
+@pytest.mark.parametrize(
+    "formats",
+    [kvquant(2), kvquant(4), without_outliers(kvquant(2)), in_pages_of(32, without_outliers(kvquant(3)))],
+    ids=["2 bits", "4 bits", "plain", "pages-of-32"],
+)
+def test_short_steps(formats, g, monkeypatch):
+    """Groups of warps take whole turns: some have one unit less, some none."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True))
+    check(case(formats, 2 * g), [1, 65, 130, 200, 330, 1100])
 
 
 @pytest.mark.parametrize("g", [1, 2])

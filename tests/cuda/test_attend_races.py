@@ -77,6 +77,17 @@ def test_no_races_of_tiles_that_share_columns(formats, monkeypatch):
     assert races(case(formats, 16), [700, 65], monkeypatch) == 0
 
 
+@pytest.mark.parametrize("how", [Sharing(2), Sharing(1, beside=True)], ids=str)
+@pytest.mark.parametrize(
+    ("formats", "h_q"),
+    [(with_outliers(0.02), 8), (BANDED, 8), (BANDED, 16), (kivi(2), 2)],
+    ids=["outliers", "banded", "banded-16", "kivi"],
+)
+def test_no_races_of_two_blocks_and_in_short_steps(formats, h_q, how, monkeypatch):
+    monkeypatch.setattr(Watched, "how", how)
+    assert races(case(formats, h_q), [330, 65], monkeypatch) == 0
+
+
 def test_no_races_of_two_warps_a_tile(monkeypatch):
     factors = Format(64, Dense(2, "channel", 32), lowrank=LowRank(4, 2))
     assert races(case(LayerFormat(factors, factors), 4, d=256), [300, 65], monkeypatch) == 0

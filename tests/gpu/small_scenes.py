@@ -13,7 +13,7 @@ from runtime.attention import PagedAttention
 from runtime.units import ONE_BLOCK, Scoring, Sharing
 from tests.formats import kivi, kvquant, turned, without_outliers
 from tests.gpu.paged import Scene
-from tests.gpu.test_attention import with_formats
+from tests.gpu.test_attention import BANDED, with_formats
 
 ALONE = Sharing(1, alone=True)
 SKETCHED = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), kivi(2).value)
@@ -52,7 +52,17 @@ def rotations() -> None:
             assert torch.isfinite(scene.run(scene.query())).all()
 
 
+def shared() -> None:
+    """Two blocks on a multiprocessor, of four warps and of six; kernels for short steps."""
+    for how in (Sharing(2), Sharing(1, beside=True)):
+        with patch.object(PagedAttention, "sharing", return_value=how):
+            for formats, h_q in ((kvquant(2), 8), (kvquant(3), 16), (BANDED, 8), (kivi(2), 2)):
+                scene = Scene.of(with_formats(formats, h_q, 2), [300, 65])
+                assert torch.isfinite(scene.run(scene.query())).all()
+
+
 if __name__ == "__main__":
     full_precision()
     pages()
     rotations()
+    shared()

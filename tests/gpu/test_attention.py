@@ -91,6 +91,17 @@ def test_blocks_that_leave_no_room(g, bits, strip, monkeypatch) -> None:
     assert_close(Scene.of(with_formats(strip(kvquant(bits)), 2 * g, 2), [700, 1, 130, 5003]))
 
 
+@pytest.mark.parametrize("g", [1, 4, 8])
+@pytest.mark.parametrize(
+    "formats",
+    [kvquant(2), kvquant(3), without_outliers(kvquant(4)), BANDED, kivi(2)],
+    ids=["2 bits", "3 bits", "plain", "banded", "kivi"],
+)
+def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch) -> None:
+    monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: Sharing(2))
+    assert_close(Scene.of(with_formats(formats, 2 * g, 2), [700, 1, 130, 5003]))
+
+
 @pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
 def test_many_short_sequences(formats, g) -> None:
