@@ -119,7 +119,7 @@ def test_two_blocks_fit_where_steps_are_dealt_out_to_them(name: str, d: int) -> 
     fits = two_fit(RECIPES[name], d)
     for rows in (4, 8):
         unit = recipe_unit(name, d, rows, how=Sharing(2))
-        source = unit.source + f"static_assert(Plan::BLOCKS == {1 + fits}, \"as runtime/units.py says\");\n"
+        source = unit.source + f'static_assert(Plan::BLOCKS == {1 + fits}, "as runtime/units.py says");\n'
         assert jit.compile_unit(replace(unit, source=source), "sm_90a")
 
 
