@@ -265,18 +265,18 @@ def test_what_is_compiled_ahead_is_what_is_loaded(stretch: float, monkeypatch) -
     tensors[name] = tensors[name] / tensors[name].abs().max() * stretch
     bundle = replace(bundle, tensors={key: x.numpy() for key, x in tensors.items()})
     monkeypatch.setattr(attention.PagedAttention, "_device", staticmethod(lambda device: torch.device("cpu")))
-    monkeypatch.setattr(attention.PagedAttention, "_processors", lambda self: 4)
+    monkeypatch.setattr(attention.PagedAttention, "_processors", lambda self: 16)
     loaded = []
     monkeypatch.setattr(jit, "load", lambda unit, device: loaded.append(unit))
     (key, value), rope = bundle.geometry.pairs[0], bundle.model.rope
     tables = [{n: torch.as_tensor(x) for n, x in bundle.side_tensors(0, side).items()} for side in ("key", "value")]
     rotation = Rotation(rope, tensors["rope.inv_freq"])
     kernels = attention.PagedAttention(key, value, *tables, rotation, 8, torch.float16, "cpu")
-    for b, tokens in ((1, 300), (1, 100000), (500, 300), (500, 100000)):
+    for b, tokens in ((1, 300), (1, 100000), (3, 300), (500, 300), (500, 100000)):
         kernels.module(1, kernels.sharing(1, b, tokens))
     assert kernels.by_bytes == (stretch == 1.0)
     assert set(loaded) <= set(units(bundle))
-    assert len(set(loaded)) == 3  # with warps alone, by bytes or by tiles
+    assert len(set(loaded)) == 3  # one block, two, and with warps alone, by bytes or by tiles
 
 
 @pytest.mark.parametrize(
