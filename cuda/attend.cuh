@@ -224,9 +224,13 @@ struct Attend {
     __device__ __forceinline__ void exact_rest() {
         const int count = at.to - at.from;
         tiles.exact_values();
-        // Who had less pages goes first.
-        const int idle = L::BYTES ? count % L::WARPS : (HOP == 1 ? count / max(1, L::each(count)) : count) % GROUPS * L::TILES;
+        const int idle = L::BYTES ? count % L::WARPS : first_idle(count) * L::TILES;
         exact.tokens(exact_from(), at.team >= idle ? at.team - idle : at.team + L::TEAMS - idle, L::TEAMS);
+    }
+    // The first group that had less of so many units than those before it; it goes first.
+    static __device__ __forceinline__ int first_idle(int count) {
+        if constexpr (HOP == 1) return count / max(1, L::units_each(count)) % GROUPS;
+        else return count % GROUPS;
     }
     __device__ __forceinline__ int exact_from() const { return max(K::SINKS + max(at.key_packed, at.value_packed), at.low()); }
 };

@@ -34,8 +34,15 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
-    // Whether blocks that share a multiprocessor have six warps each, two places of a unit, instead of four, if registers allow it: faster with few query rows and with bands (measured).
-    static constexpr bool BY_SIXES = Shape::BLOCKS == 2 && (ROWS <= 2 || K::BANDED);
+    // Whether so many warps, tokens of a unit, tiles of a turn and slots of a ring are a choice for the blocks of a multiprocessor. Where two share it, not with a slot or two of a tile each:
+    // one block is faster then. Six warps with two places of a unit, instead of four, with few query rows and with bands, or where a turn has one tile in any case (measured). One turn in the ring
+    // of four warps is for two blocks alone: one has room for more.
+    template <int W, int U, int TURN, int SLOTS>
+    static constexpr bool suits() {
+        constexpr bool SIX = W == 6 && U == 32 && TURN > 1;
+        if (Shape::BLOCKS == 2) return !(U == 16 && SLOTS < 4) && !(SIX && ROWS > 2 && !K::BANDED);
+        return !SIX && !(W == 4 && U == 64 && TURN == 2 && SLOTS == 2);
+    }
     // Whether a warp can have sequences of its own.
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
     // Whether blocks multiply by rotations themselves (products.cuh), where the shape asks for it: if heads share all of them and queries meet nothing else.
@@ -103,9 +110,10 @@ struct Layout {
     // From one unit of a group to its next: all groups are at the same place of memory, which is faster in long steps, but for factors, whose segments
     // are looked up least often if a group's units follow each other.
     static constexpr int SHARERS = ALONE ? 1 : GROUPS;  // of a stretch of units
-    static constexpr int HOP = K::RANK || V::RANK || C::MAKES_ROOM ? 1 : SHARERS;
-    // How many units of `count` a group has then: whole turns. In short steps, where there are few, groups that have none leave the multiprocessor to the others.
-    static __device__ __forceinline__ int each(int count) {
+    static constexpr int HOP = K::RANK || V::RANK || (C::MAKES_ROOM && WARPS == 8) ? 1 : SHARERS;
+    // Where units of a group follow each other (HOP is 1): how many of `count` a group has, whole turns as far as there are. In short steps, where there are few, groups that have none leave the
+    // multiprocessor to the others.
+    static __device__ __forceinline__ int units_each(int count) {
         const int turns = (count + SHARERS * PHASES * C::STACK - 1) / (SHARERS * PHASES * C::STACK);
         return turns * PHASES * C::STACK;
     }

@@ -27,7 +27,7 @@ struct Choice {
             if constexpr (!Bytes<Shape>::POSSIBLE || W > L::BYTE_WARPS) return false;
             else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
         } else if constexpr (W > L::WARPS || P > L::MOST || W % (L::PARTS * ((U < L::PAGE ? U : L::PAGE) / TILE)) != 0) return false;
-        else if constexpr (W == 6 && P * S > 1 && !L::BY_SIXES) return false;
+        else if constexpr (!L::template suits<W, U, P * S, P * N>()) return false;
         else return Layout<Sized<Shape, W, U, P, N, S>>::fits(L::SHARED);
     }
 };

@@ -66,7 +66,7 @@ struct TilePages {
         PageAngles<C> angles;
 
         __device__ __forceinline__ Flow(const Place<C>& at, int from, int to)
-            : each(L::each(to - from)), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
+            : each(L::units_each(to - from)), first(from + (SHARERS == 1 ? 0 : at.group * (HOP == 1 ? each : 1))),
               count(HOP == 1 ? min(each, to - first) : (to - first + SHARERS - 1) / SHARERS), ring(at.shared + L::RING + at.warp * (SLOTS * L::STAGE_BYTES)),
               directories(at.shared + rolled(L::DIRECTORIES + at.warp * (2 * L::DIRECTORY_BYTES))),
               keys(at.params.key.heads, at.params.key.records, at.params.key.table + at.sequence * at.params.key.table_stride, at.params.h_kv,

@@ -24,9 +24,11 @@ from runtime.smooth import is_smooth
 from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
-# Sequences' kv heads a multiprocessor: up to so many leave room for the merge, so many are enough for two blocks of
-# grouped queries; of MANY warps are alone, by bytes, by tiles, there if two blocks do not fit, or if keys are sketched.
-ROOMY, NEARLY, MANY, MANY_BY_TILES, MANY_UNSHARED, MANY_SKETCHED = 1 / 4, 2 / 3, 7, 12, 3.5, 36
+# Sequences' kv heads a multiprocessor:
+ROOMY = 1 / 4  # at most, where blocks leave room for the merge
+ENOUGH_GROUPED, ENOUGH = 2 / 3, 1  # more, where two blocks share it: of grouped queries in short contexts, and else
+MANY, MANY_BY_TILES = 7, 12  # where warps are alone
+MANY_UNSHARED, MANY_SKETCHED = 3.5, 36  # the same by tiles, if two blocks do not fit, and if keys are sketched
 LITTLE = 2048  # tokens of all sequences' kv heads, for a multiprocessor
 MOST_ALONE = 8192  # sequences of a batch: `Layout::MOST_CHUNKS` in cuda/layout.cuh, 32 each
 MOST_ROWS = 16  # query rows per kv head that one block takes
@@ -226,14 +228,17 @@ def ways(
     takes = by_bytes and takes_bytes(key, value, rope, rows, scoring)
     fmt, d = LayerFormat(key.format, value.format), key.shape.d
     alone, grouped = takes_alone(key.format, d, rows, scoring), not takes and rows > 2
-    return Ways(takes, alone, multiplies(fmt, d, rows), not grouped or two_fit(fmt, d), grouped)
+    return Ways(takes, alone, multiplies(fmt, d, rows), takes or two_fit(fmt, d), grouped)
 
 
 def two_fit(fmt: LayerFormat, d: int) -> bool:
-    """Whether two blocks by tiles share a multiprocessor of 228 KB (`Plan` in cuda/plan.cuh decides; a test holds the
-    two against each other): look-up tables for codes of four bits beside what outliers add leave no room for that."""
+    """Whether two blocks by tiles share a multiprocessor of 228 KB: not where two look-up tables for codes of four bits
+    lie beside what outliers add. `Plan` in cuda/plan.cuh decides, and takes one block where two do not fit; a test
+    holds the two against each other for heads of up to 128 channels and four and eight query rows.
+    """
     sparse = bool(fmt.key.sparse or fmt.value.sparse)
-    return d < 128 or not (sparse and any(side.dense and side.dense.bits == 4 for side in (fmt.key, fmt.value)))
+    four = all(side.dense and side.dense.bits == 4 for side in (fmt.key, fmt.value))
+    return d < 128 or not (sparse and four)
 
 
 def multiplies(fmt: LayerFormat, d: int, rows: int) -> bool:
@@ -248,11 +253,12 @@ def sharing(fmt: LayerFormat, can: Ways, b: int, h_kv: int, tokens: int, process
 
     b: sequences; tokens: the most that one holds; processors: multiprocessors.
     Measured (docs/kernels-history.md): warps are alone where a multiprocessor has many heads, by tiles only if
-    sequences are short; else, if it has more than one, two blocks share it, which then have fewer warps: the beginning
-    and end of one's heads are hidden by the other. By bytes, outliers and codes of four bits take so much shared memory
-    that few warps are left, which is worth it only where sequences are short. Eight warps leave registers to the merge
-    where that gains more than it costs them: where a multiprocessor has little to do. Blocks multiply by rotations
-    themselves where each has few heads, for all of which it does that.
+    sequences are short; else, if it has more than one (of grouped queries in short contexts nearly one), two blocks
+    share it, which then have fewer warps: the beginning and end of one's heads are hidden by the other. By bytes,
+    outliers and codes of four bits take so much shared memory that few warps are left, which is worth it only where
+    sequences are short. Eight warps leave registers to the merge where that gains more than it costs them: where a
+    multiprocessor has little to do. Blocks multiply by rotations themselves where each has few heads, for all of which
+    it does that.
     """
     heads = b * h_kv / processors
     if heads >= many(fmt, can) and can.alone and b <= MOST_ALONE and (can.takes or tokens <= SHORT):
@@ -278,8 +284,8 @@ def two_blocks(fmt: LayerFormat, can: Ways, heads: float, tokens: int) -> bool:
         return False
     if can.takes:
         large = any(side.sparse or (side.dense and side.dense.bits > 3) for side in (fmt.key, fmt.value))
-        return heads > 1 and (not large or tokens <= 2 * SHORT)
-    return heads > (NEARLY if can.grouped and tokens <= 2 * SHORT else 1)
+        return heads > ENOUGH and (not large or tokens <= 2 * SHORT)
+    return heads > (ENOUGH_GROUPED if can.grouped and tokens <= 2 * SHORT else ENOUGH)
 
 
 def eight_warps(fmt: LayerFormat, takes: bool) -> bool:

@@ -112,15 +112,26 @@ def test_two_blocks_share_a_multiprocessor(name: str, rows: int) -> None:
     check(recipe_unit(name, rows=rows, how=Sharing(2)), "sm_90a")
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("name", RECIPES)
+FOUR, TWO = kvquant(4), kvquant(2)
+MIXED = {
+    **RECIPES,
+    "no-outliers-4": without_outliers(FOUR),
+    "outliers-of-keys-4": replace(FOUR, value=replace(FOUR.value, sparse=None)),
+    "codes-4-outliers-2": LayerFormat(replace(FOUR.key, sparse=None), TWO.value),
+    "outliers-2-codes-4": LayerFormat(TWO.key, FOUR.value),
+    "turned-before-4": replace(FOUR, key=replace(FOUR.key, domain="post_rope")),
+}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", MIXED)
 def test_two_blocks_fit_where_steps_are_dealt_out_to_them(name: str, d: int) -> None:
     """The compiler counts them, and says so."""
-    fits = two_fit(RECIPES[name], d)
+    key, value = (PageGeometry.of(getattr(MIXED[name], side), 8, d, side) for side in ("key", "value"))
     for rows in (4, 8):
-        unit = recipe_unit(name, d, rows, how=Sharing(2))
-        source = unit.source + f'static_assert(Plan::BLOCKS == {1 + fits}, "as runtime/units.py says");\n'
-        assert jit.compile_unit(replace(unit, source=source), "sm_90a")
+        unit = attend_unit(key, value, Rope(d, "half", 1.0, "default"), "__half", rows, False, Sharing(2))
+        said = f'static_assert(Plan::BLOCKS == {1 + two_fit(MIXED[name], d)}, "as runtime/units.py says");\n'
+        assert jit.compile_unit(replace(unit, source=unit.source + said), "sm_90a"), rows
 
 
 @pytest.mark.parametrize("dtype", ["__nv_bfloat16", "float"])

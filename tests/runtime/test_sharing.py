@@ -12,13 +12,13 @@ from runtime.cache import KVCache
 from runtime.sources import kernel_folder
 from runtime.units import (
     ANY,
+    ENOUGH_GROUPED,
     LITTLE,
     MANY,
     MANY_BY_TILES,
     MANY_SKETCHED,
     MANY_UNSHARED,
     MOST_ALONE,
-    NEARLY,
     SHORT,
     Sharing,
     Ways,
@@ -44,7 +44,7 @@ def plain_nuq(bits):
 
 BY_BYTES, ALONE, GROUPED = Ways(takes=True, alone=True), Ways(alone=True), Ways(alone=True, grouped=True)
 CROWDED = Ways(alone=True, two=False, grouped=True)
-NEARLY_ALL = int(NEARLY * GRID)
+NEARLY_ALL = int(ENOUGH_GROUPED * GRID)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,19 @@ def test_lengths_that_steps_are_dealt_out_for(most, expected):
 
 
 @pytest.mark.parametrize(
-    ("formats", "b", "most", "expected"),
+    ("formats", "can", "b", "most", "expected"),
     [
-        (plain_nuq(4), 1, 65536, [32768, 65536]),  # 8 kv heads of up to 33792 tokens leave room
-        (plain_nuq(4), 1, 32768, [32768]),
-        (plain_nuq(4), 256, 65536, [SHORT, 65536]),
-        (kivi(2), 1, 65536, [65536]),
-        (kivi(2), 256, 65536, [SHORT, 65536]),
+        (plain_nuq(4), ALONE, 1, 65536, [32768, 65536]),  # 8 kv heads of up to 33792 tokens leave room
+        (plain_nuq(4), ALONE, 1, 32768, [32768]),
+        (plain_nuq(4), ALONE, 256, 65536, [SHORT, 65536]),
+        (kivi(2), ALONE, 1, 65536, [65536]),
+        (kivi(2), ALONE, 256, 65536, [SHORT, 65536]),
+        (kivi(2), GROUPED, 16, 65536, [2 * SHORT, 65536]),
+        (kivi(2), GROUPED, 32, 65536, [65536]),
     ],
 )
-def test_lengths_that_have_steps_of_their_own(formats, b, most, expected):
-    kernels = SimpleNamespace(sharing=lambda b, tokens: sharing(formats, Ways(alone=True), b, 8, tokens, GRID))
+def test_lengths_that_have_steps_of_their_own(formats, can, b, most, expected):
+    kernels = SimpleNamespace(sharing=lambda b, tokens: sharing(formats, can, b, 8, tokens, GRID))
     layers = [SimpleNamespace(step=lambda h_q: kernels)]
     cache = SimpleNamespace(
         room=SimpleNamespace(max_tokens=most), layers=layers, bundle=SimpleNamespace(model=SimpleNamespace(h_q=32))
