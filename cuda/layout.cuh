@@ -34,8 +34,8 @@ struct Limits {
     // Warps without spilling much: outputs stay in registers, and what turns other keys.
     static constexpr int WIDEST = D / PARTS * ((ROWS + 7) / 8) > 128 || (D > 64 && ((K::ROPE_DIM && !(TURNS_SHARED && K::BANDED)) || K::RANK || V::RANK)) ? 8 : D > 64 ? 12 : 16;
     static constexpr int MOST = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;  // phases
-    // Whether so many warps, tokens of a unit, tiles of a turn and slots of a ring are a choice for the blocks of a multiprocessor. Where two share it, not with a slot or two of a tile each:
-    // one block is faster then. Six warps with two places of a unit, instead of four, with few query rows and with bands, or where a turn has one tile in any case (measured). One turn in the ring
+    // Whether so many warps, tokens of a unit, tiles of a turn and slots of a ring are a choice for the blocks of a multiprocessor. Where two share it, not with a slot or two of 16 tokens,
+    // which was slower than one block in long contexts (4 bits). Six warps with two places of a unit, instead of four, with few query rows and with bands, or where a turn has one tile in any case (measured). One turn in the ring
     // of four warps is for two blocks alone: one has room for more.
     template <int W, int U, int TURN, int SLOTS>
     static constexpr bool suits() {

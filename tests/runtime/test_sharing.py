@@ -27,7 +27,7 @@ from runtime.units import (
     sharings,
     spans,
 )
-from tests.formats import kivi, kvquant
+from tests.formats import kivi, kvquant, without_outliers
 
 GRID, PLAIN = 132, kivi(2)
 HAAR = Rotate("haar")
@@ -37,9 +37,7 @@ FACTORS = replace(PLAIN, value=replace(PLAIN.value, lowrank=LowRank(4, 2)))
 
 
 def plain_nuq(bits):
-    """Without outliers."""
-    formats = kvquant(bits)
-    return replace(formats, key=replace(formats.key, sparse=None), value=replace(formats.value, sparse=None))
+    return without_outliers(kvquant(bits))
 
 
 BY_BYTES, ALONE, GROUPED = Ways(takes=True, alone=True), Ways(alone=True), Ways(alone=True, grouped=True)
