@@ -14,7 +14,7 @@ from runtime.codec import Codec
 from runtime.jit import KernelError
 from runtime.pack import device_tables
 from runtime.rope import Rotation
-from runtime.units import ALL_PLAIN, MOST_ROWS, Scoring, Sharing, takes_alone
+from runtime.units import MOST_ROWS, Scoring, Sharing, takes_alone
 from tests.cuda.attention_emulated import (
     ALLOWED,
     BANDED,
@@ -115,46 +115,6 @@ def test_results_of_many_blocks(blocks, formats, monkeypatch):
     """Of one head: as many as the merge asks for at once, as it has lanes, and more."""
     monkeypatch.setattr(Emulated, "_processors", lambda self: blocks)
     check(case(formats, 1, h_kv=1), [64 * blocks + 37])
-
-
-@pytest.mark.parametrize("g", [1, 4, 8])
-@pytest.mark.parametrize(
-    "formats",
-    [kvquant(2), kvquant(3), kivi(2), BANDED, without_outliers(kvquant(4))],
-    ids=["2 bits", "3 bits", "kivi", "banded", "codes of 4 bits"],
-)
-def test_two_blocks_share_a_multiprocessor(formats, g, monkeypatch):
-    monkeypatch.setattr(Emulated, "how", Sharing(2))
-    check(case(formats, 2 * g), [1, 66, 330, 130])
-
-
-@pytest.mark.parametrize("g", [4, 8])
-@pytest.mark.parametrize(
-    "formats",
-    [kvquant(2), kvquant(4), without_outliers(kvquant(2)), in_pages_of(32, without_outliers(kvquant(3)))],
-    ids=["2 bits", "4 bits", "plain", "pages-of-32"],
-)
-def test_short_steps(formats, g, monkeypatch):
-    """Groups of warps take whole turns: some have one unit less, some none."""
-    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True))
-    check(case(formats, 2 * g), [1, 65, 130, 200, 330, 1100])
-
-
-@pytest.mark.parametrize("d", [64, 256])
-def test_short_steps_of_other_heads(d, monkeypatch):
-    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True))
-    check(case(kvquant(2), 8, d=d), [65, 200, 330])
-
-
-@pytest.mark.parametrize("recent", [(5, 77), (77, 5)], ids=["keys first", "values first"])
-@pytest.mark.parametrize("scoring", [ALL_PLAIN, Scoring(100)], ids=["whole", "window"])
-def test_short_steps_of_windows(recent, scoring, monkeypatch):
-    """Also where one side is packed before the other."""
-    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True))
-    plain = without_outliers(kvquant(2))
-    key, value = (replace(f, window=Window(1, r)) for f, r in zip((plain.key, plain.value), recent, strict=True))
-    check(case(LayerFormat(key, value), 8), [1, 66, 300, 500], 1, scoring)
-    check(case(with_outliers(0.02), 8), [1, 66, 300, 500], 1, scoring)
 
 
 @pytest.mark.parametrize("g", [1, 2])
