@@ -66,23 +66,26 @@ struct Attend {
         if (chunk) offset = numbers(params.offsets, chunk);
         Line<C>::open(known(), length, offset, at.warp, at.lane);
         Walk walk{first, line.begin(blockIdx.x + 1), base, base, chunk, 0, line};
+        if (params.b > SEARCHED) walk.i = line.sequence_at(params, chunk + at.lane < params.b, length, at.lane, first, walk.base);
         while (true) {
-            for (walk.i = 0; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
+            for (; walk.i < min(32, params.b - walk.chunk) && walk.base < walk.last; ++walk.i) {
                 const int tokens = known().length[walk.i];
-                walk.next = walk.base + static_cast<long long>(L::seen(params, tokens - params.m)) * walk.line.all_weights + static_cast<long long>(walk.line.rest) * params.h_kv;
+                walk.next = walk.base + walk.line.of_sequence(params, tokens);
                 if (walk.next > walk.first) {
                     at.take(walk.chunk + walk.i, tokens, known().offset[walk.i]);
                     heads(walk);
                 }
                 walk.base = walk.next;
             }
-            walk.chunk += 32;
+            walk.chunk += 32, walk.i = 0;
             if (walk.chunk >= params.b || walk.base >= walk.last) break;
             __syncthreads();
             Line<C>::open(known(), numbers(params.lengths, walk.chunk), numbers(params.offsets, walk.chunk), at.warp, at.lane);
         }
         copy_wait<0>();  // a block that has nothing asked for tables all the same
     }
+
+    static constexpr int SEARCHED = 4;  // so many sequences are gone through one by one sooner
 
     __device__ __forceinline__ LineChunk& known() const { return *reinterpret_cast<LineChunk*>(at.shared + L::CHUNKS); }
 
@@ -129,10 +132,9 @@ struct Attend {
     __device__ __forceinline__ void stretch(bool opening) {
         if (at.from >= at.to && !at.ends) {  // nothing but what somebody else does
             if (TABLES_LATE && opening) make_tables<0>(at, keys, values, byte_pages);
-            softmax.reset();
             open_result();
             if (at.final) release_successor();
-            softmax.template store<false>(blockIdx.x + pair());
+            softmax.store_nothing(blockIdx.x + pair());
             return;
         }
         if constexpr (L::BYTES) {
@@ -176,7 +178,8 @@ struct Attend {
         }
         // If it has no room beside blocks, the merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
         if (at.final && !L::BESIDE) release_successor();
-        softmax.template store<true>(blockIdx.x + pair());
+        if (L::APART && at.from >= at.to) softmax.store_nothing(blockIdx.x + pair());
+        else softmax.template store<true>(blockIdx.x + pair());
         if constexpr (L::APART) {
             if (at.ends) {
                 softmax.reset();

@@ -113,9 +113,9 @@ struct Exact {
         }
     }
 
-    // Adds their values times probabilities b: transposed they are operands. A lane reads pairs of channels of the tokens r and r + 8, or eight in a row.
-    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
-        unsigned read[L::SHARE][4];
+    // Values of 16 tokens as they are read: pairs of channels of the tokens r and r + 8, or eight in a row.
+    using Read = unsigned[L::SHARE][4];
+    __device__ __forceinline__ void read_values(const Vectors<false>& values, const Pair& of, Read& read) const {
         if constexpr (L::WIDE_VALUES) {
             const Model *low = values(of.low) + 8 * at.c, *high = values(of.high) + 8 * at.c;
 #pragma unroll
@@ -132,11 +132,19 @@ struct Exact {
                 read[u][0] = two_of(low + from), read[u][1] = two_of(low + from + 8), read[u][2] = two_of(high + from), read[u][3] = two_of(high + from + 8);
             }
         }
+    }
+    // Adds them times probabilities b: transposed they are operands.
+    __device__ __forceinline__ void add_values(const Read& read, const unsigned (&b)[NT][2]) {
 #pragma unroll
         for (int u = 0; u < L::SHARE; ++u) {
             const unsigned a[4] = {transpose8(halves(read[u][0])), transpose8(halves(read[u][1])), transpose8(halves(read[u][2])), transpose8(halves(read[u][3]))};
             softmax.add(u, a, b);
         }
+    }
+    __device__ __forceinline__ void add_values(const Vectors<false>& values, const Pair& of, const unsigned (&b)[NT][2]) {
+        Read read;
+        read_values(values, of, read);
+        add_values(read, b);
     }
 
     // Sinks, and all tokens from `first` on.
@@ -152,6 +160,9 @@ struct Exact {
         return {rest.token(place.low), rest.token(place.high)};
     }
 
+    // Whether a tile's values are asked for with its keys, so that one waits with the other; beside factors, and for twelve warps alone, there are no registers for it.
+    static constexpr bool TOGETHER = !K::RANK && !V::RANK && !(L::ALONE && L::WARPS > 8);
+
     // Takes them, 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.
     __device__ __forceinline__ void tokens(int first, int begin, int step) {
         const Rest rest(at, first);
@@ -162,6 +173,8 @@ struct Exact {
         for (int i = begin; i < rest.tiles; i += step) {
             const Pair of = tokens_of(rest, i);
             float score[1][NT][4];
+            Read read;
+            if constexpr (TOGETHER) read_values(values, of, read);
             scores(keys, of, score[0]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -175,7 +188,8 @@ struct Exact {
             softmax.soften(score);
             unsigned b[NT][2];
             Softmax<C>::operands(score[0], b);
-            add_values(values, of, b);
+            if constexpr (!TOGETHER) read_values(values, of, read);
+            add_values(read, b);
         }
     }
 };

@@ -34,7 +34,8 @@ struct Line {
     __device__ __forceinline__ Line(const AttendParams& params, int length, int warp, int lane, LineChunk& known, int* memory) : all_weights(params.h_kv) {
         const int h_kv = params.h_kv, grid = gridDim.x, aligned = params.aligned;
         const long long heads = static_cast<long long>(params.b) * h_kv;
-        long long units = L::seen(params, length - params.m);  // of one head
+        const int own = L::seen(params, length - params.m);
+        long long units = own;  // of one head
         if (params.b <= 32) {
             units = __reduce_add_sync(~0u, static_cast<unsigned>(units));
         } else {
@@ -42,13 +43,42 @@ struct Line {
 #pragma unroll
             for (int mask = 16; mask; mask /= 2) units += __shfl_xor_sync(~0u, units, mask);
         }
-        const long long pages = units * h_kv;
-        // Fewer blocks, if then each has one head alone (where all sequences are as long) and that is sooner done.
-        const bool fewer = heads <= grid && (pages + heads * EXACT) * grid <= (pages + heads * (EXACT + NEXT)) * aligned;
-        blocks = fewer ? aligned : grid, rest = fewer ? EXACT : EXACT + NEXT, share = fewer ? params.of_aligned : params.of_all;
+        const long long pages = units * h_kv, all = pages + heads * (EXACT + NEXT);
+        // Fewer blocks, if then each has one head alone, or, where all sequences are as long, so many whole ones, and that is sooner done: no block begins or ends in the middle of one.
+        bool fewer;
+        if (heads <= grid) fewer = (pages + heads * EXACT) * grid <= all * aligned;
+        else fewer = (all * params.whole - heads * NEXT) * grid <= all * heads && alike(params, own, lane);
+        blocks = fewer ? aligned : grid, rest = fewer && heads <= grid ? EXACT : EXACT + NEXT, share = fewer ? params.of_aligned : params.of_all;
         weighed = OUTLIERS && !fewer && heads <= grid && h_kv <= HEADS && pages >= static_cast<long long>(WORTH) * grid;
         if (weighed) weigh(params, warp, lane, known, memory);
         total = units * all_weights + heads * rest;
+    }
+
+    // Whether all sequences have as many units; own: that of sequence `lane`.
+    static __device__ __forceinline__ bool alike(const AttendParams& params, int own, int lane) {
+        const int first = __shfl_sync(~0u, own, 0);
+        bool same = lane >= params.b || own == first;
+        for (int i = lane + 32; i < params.b; i += 32) same &= packed(params, i) == first;
+        return __all_sync(~0u, same);
+    }
+
+    // What a sequence of `tokens` tokens has of it.
+    __device__ __forceinline__ long long of_sequence(const AttendParams& params, int tokens) const {
+        return static_cast<long long>(L::seen(params, tokens - params.m)) * all_weights + static_cast<long long>(rest) * params.h_kv;
+    }
+
+    // The first of 32 sequences that does not end before `x` or there, one a lane, if there is one, which has `length` tokens; 32 if all do. base: where the first one begins, then where
+    // that one does.
+    __device__ __forceinline__ int sequence_at(const AttendParams& params, bool there, int length, int lane, long long x, long long& base) const {
+        long long through = there ? of_sequence(params, length) : 0;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            const long long others = __shfl_up_sync(~0u, through, far);
+            through += lane >= far ? others : 0;
+        }
+        const int before = __popc(__ballot_sync(~0u, base + through <= x));
+        if (before) base += __shfl_sync(~0u, through, before - 1);
+        return before;
     }
 
     // Units of a head of a sequence that take part.

@@ -36,8 +36,8 @@ struct AttendParams {
     long long q_sequence, q_token, q_head;
     long long out_sequence, out_token, out_head;
     long long turns_head;  // from one head's to the next, 0 if all have the same
-    double of_all, of_aligned;  // one over the number of blocks, and over that of those that take part where each has one head alone
-    int aligned;                // that number: as many blocks for each of the b h_kv heads as there are
+    double of_all, of_aligned;  // a block's share of the line: where all take part, and where they are aligned
+    int aligned, whole;         // then so many take part: as many for each of the b h_kv heads, of which a block has one at most (whole: 1), or each has so many heads, the last one maybe fewer
     float rope_scaling;
     float scale;  // of scores, times log2(e)
     int b, h_kv, g, m;

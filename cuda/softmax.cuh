@@ -269,6 +269,17 @@ struct Softmax {
 
     // ---- the block's result ----
 
+    // Where a block's result is in `slot` of the partial results: f32 [ROWS][D + 2], a row's output, its maximum and its sum.
+    __device__ __forceinline__ float* partial(int slot) const {
+        return at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
+    }
+    // Writes that of no tokens.
+    __device__ __forceinline__ void store_nothing(int slot) const {
+        float* const to = partial(slot);
+#pragma unroll 1
+        for (int i = rolled(threadIdx.x); i < ROWS * (D + 2); i += L::THREADS) to[i] = i % (D + 2) == D ? minus_infinity() : 0.f;
+    }
+
     // Writes the result of all warps to `slot` of the partial results, times P inverted where they are of pages whose values are rotated and nobody else does it. The ring has to be idle.
     template <bool OF_PAGES>
     __device__ __forceinline__ void store(int slot) {
@@ -277,7 +288,7 @@ struct Softmax {
         join(weights);
         meet_twice();  // readers of an earlier result, and of the ring, are done
         leave_state();
-        float* const partial = at.params.partial + (static_cast<long long>(blockIdx.y) * (gridDim.x + 2 * at.params.b * at.params.h_kv) + slot) * (ROWS * (D + 2));
+        float* const partial = this->partial(slot);
         float* const products = at.floats(L::PRODUCTS);
 #pragma unroll
         for (int first = 0; first < ROWS; first += L::ROWS_AT_ONCE) {

@@ -71,7 +71,7 @@ class _Attend(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("q_sequence", "q_token", "q_head")),
         *((name, ctypes.c_longlong) for name in ("out_sequence", "out_token", "out_head", "turns_head")),
         *((name, ctypes.c_double) for name in ("of_all", "of_aligned")),
-        ("aligned", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("aligned", "whole")),
         *((name, ctypes.c_float) for name in ("rope_scaling", "scale")),
         *((name, ctypes.c_int) for name in ("b", "h_kv", "g", "m", "follows", "window")),
         *((name, ctypes.c_float) for name in ("cap", "bend")),
@@ -341,7 +341,7 @@ class Step:
             each = merged(at_once, most, warps, b * kernels.h_kv * rows, kernels.grid)
         self._merge_blocks = kernels.h_kv * -(-b // each)
         pairs = b * kernels.h_kv
-        aligned = self._grid // pairs * pairs if pairs <= self._grid else self._grid  # blocks: see cuda/line.cuh
+        aligned, whole, of_aligned = aligned_blocks(pairs, self._grid)
         turned = kernels.turns() if module.integers["attend_turns"] else None
         projects = module.integers["attend_projects"]  # blocks themselves do
         sizes, (window, softcap) = (b, kernels.h_kv, kernels.g, m), kernels.scoring
@@ -354,7 +354,7 @@ class Step:
             turned.data_ptr() if turned is not None else None,
             kernels._inv_freq.data_ptr(), kernels._functions.data_ptr() if kernels._functions is not None else None,
             0, 0, 0, 0, 0, 0, turned[0].nbytes // 16 if turned is not None and len(turned) > 1 else 0,
-            1 / self._grid, 1 / aligned, aligned, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
+            1 / self._grid, of_aligned, aligned, whole, kernels.rotation.rope.scaling, scale * log2(EULER), *sizes, 0,
             window, *((softcap * log2(EULER), 2 / softcap) if softcap else (0.0, 0.0)),
         )  # fmt: skip
         self._projection = None if projects else kernels.projection(projected, self.params.scale, sizes)
@@ -412,6 +412,19 @@ class Step:
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
         blocks = (self._merge_blocks, self._rows, 1)
         self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
+
+
+def aligned_blocks(heads: int, blocks: int) -> tuple[int, int, float]:
+    """Where no block is to end in the middle of one of `heads` sequences' heads, or several share one: (how many of
+    `blocks` take part, heads of each, or 1, its share of the line of units), for cuda/line.cuh.
+
+    The last block may have fewer heads than the others.
+    """
+    if heads <= blocks:
+        aligned = blocks // heads * heads
+        return aligned, 1, 1 / aligned
+    whole = -(-heads // blocks)
+    return -(-heads // whole), whole, whole / heads
 
 
 def merged(at_once: int, most: int, warps: int, results: int, processors: int) -> int:
