@@ -178,7 +178,7 @@ struct Attend {
         }
         // If it has no room beside blocks, the merge starts on multiprocessors that are free: not before, or its blocks would crowd on the first one.
         if (at.final && !L::BESIDE) release_successor();
-        if (L::APART && at.from >= at.to) softmax.store_nothing(blockIdx.x + pair());
+        if (L::APART && !L::KEYS_BEHIND && at.from >= at.to) softmax.store_nothing(blockIdx.x + pair());
         else softmax.template store<true>(blockIdx.x + pair());
         if constexpr (L::APART) {
             if (at.ends) {

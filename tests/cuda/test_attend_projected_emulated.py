@@ -44,6 +44,13 @@ def test_projected_queries_however_work_is_dealt_out(formats, how, monkeypatch):
     check(case(formats, 4, d=64), [3, 200, 64], 2)
 
 
+def test_values_ahead_of_keys_without_pages_of_both():
+    """Values are packed, and multiplied by a matrix, where the keys of the same tokens are exact still, and no block
+    that takes these has a page of both sides."""
+    keys = replace(PLAIN_VALUES, dense=Dense(2, "channel", 32))
+    check(case(LayerFormat(keys, replace(TURNED, t=16)), 8), [30, 60, 66, 120, 130])
+
+
 HADAMARD = Format(64, Dense(2, "token"), Sparse(0.02, "token", "online"), rotate=Rotate("hadamard"), center=Center())
 FACTORS = replace(PLAIN_VALUES, rotate=Rotate("haar"), lowrank=LowRank(4, 2))
 PRE_ROPE = without_outliers(kvquant(2)).key
