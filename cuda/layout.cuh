@@ -47,10 +47,12 @@ struct Limits {
     static constexpr bool ALONE = D <= 128 && ROWS <= 8 && !K::EXACT && !Shape::SLIDING;
     // Whether blocks multiply by rotations themselves (products.cuh), where the shape asks for it: if heads share all of them and queries meet nothing else.
     static constexpr bool MULTIPLIES = Shape::MULTIPLIES && K::ROTATE != 2 && V::ROTATE != 2 && !K::SKETCH && D <= 128 && ROWS <= 8 && Shape::BLOCKS == 1 && !Shape::ALONE;
-    // Whether a block leaves shared memory for one of the merge beside it (Layout::BESIDE): for heads of as many channels as were measured.
-    static constexpr bool LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && D == 128 && Shape::BLOCKS == 1 && !Shape::ALONE && (!V::ROTATE || MULTIPLIES);
+    // Whether a block leaves shared memory for one of the merge beside it (Layout::BESIDE): for heads of as many channels as were measured, and where that one multiplies by a matrix
+    // if the shape asks for it, since that takes more.
+    static constexpr bool MERGE_MULTIPLIES = V::ROTATE && !MULTIPLIES, LEAVES_ROOM = SIGNPOST_SHARED >= 200 * 1024 && D == 128 && Shape::BLOCKS == 1 && !Shape::ALONE && (!MERGE_MULTIPLIES || Shape::MAKES_ROOM);
+    static constexpr int MERGE_SHARED = !LEAVES_ROOM ? 0 : 1024 + (MERGE_MULTIPLIES ? 34 * 1024 : 0);  // with what the system keeps
     // Of a block, where a multiprocessor has BLOCKS of them: its shared memory, of which the system keeps 1024 bytes a block, and its warps.
-    static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - (LEAVES_ROOM ? 2048 : 1024), BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
+    static constexpr int SHARED = (SIGNPOST_SHARED + 1024) / Shape::BLOCKS - 1024 - MERGE_SHARED, BYTE_WARPS = (ROWS > 1 ? 8 : 12) / Shape::BLOCKS, WARPS = WIDEST / Shape::BLOCKS;
 };
 
 // What all warps of a block read of the line (line.cuh): lengths and first positions of 32 sequences; where heads are weighed, what a unit of all heads

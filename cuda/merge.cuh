@@ -1,6 +1,6 @@
 // Adds up the partial results of attend.cuh: one block for each (sequence, kv head) and query row; where these are many, with few results each (warps were alone,
 // or blocks shared a multiprocessor), a block has several sequences of a head, and a warp one of them, or up to 32 of which few have anything to add up
-// (Layout::DIRECT).
+// (Layout::DIRECT). Beside blocks of attention, which leave it few registers, a block that multiplies by a matrix has it in shared memory, and half of the columns.
 #pragma once
 
 #include "pieces.cuh"
@@ -30,10 +30,12 @@ struct Merge {
     static constexpr bool ROTATES = V::ROTATE && !L::RESTORES;  // what is added up is multiplied by P inverted
     static constexpr bool SEVERAL = D <= 128 && (L::ALONE || Plan<Shape>::BLOCKS > 1);
     static constexpr int FEW = SEVERAL ? 2 : 16, THREADS = !SEVERAL ? D : ROTATES ? 256 : 128, WARPS = THREADS / 32, SEQUENCES = !SEVERAL ? 1 : ROTATES ? 16 : WARPS;  // of a block, at once
+    static constexpr bool SLICED = ROTATES && L::BESIDE;
+    static constexpr int SLICES = SLICED ? 2 : 1, SLICE = D / SLICES;  // blocks of a row, and the columns of each
     // Of one, a row of P inverted goes to so many lanes, in quarters of four numbers; so many rows to a warp at once.
     static constexpr int QUARTERS = D / 4, LANES = QUARTERS < 32 ? QUARTERS : 32, ROWS_AT_ONCE = 32 / LANES, PARTS = D / 32 * ROWS_AT_ONCE;
     // A warp multiplies 32 rows, ROWS_AT_ONCE a step; of so many steps, the first ones, the matrix is asked for before the kernel's wait.
-    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !ROTATES ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
+    static constexpr int STEPS = 32 / ROWS_AT_ONCE, EACH = QUARTERS / LANES, AHEAD = !ROTATES || SLICED ? 1 : EACH > 1 ? STEPS / 4 : STEPS;
     // Of several, sixteen rows of sums meet sixteen of its columns, which a warp keeps in registers.
     static constexpr int PIECES = pieces_of_matrix<typename C::Model>(V::ROTATE);  // of it
     using Tile = Pieces<D, pieces_of<typename C::Model>(), PIECES>;
@@ -42,9 +44,10 @@ struct Merge {
     static constexpr int BLOCKS = L::BESIDE ? 65536 / L::MERGE_REGISTERS / THREADS : !SEVERAL ? (D <= 128 ? 3 : 1) : sizeof(typename C::Model) == 2 ? 2 : 1;  // that are to share a multiprocessor: registers allow it
     // Floats: operands, what becomes of them [SEQUENCES][ROW], (sum, maximum) of each sequence.
     static constexpr int ROW = D + 4, TURNED = Tile::BYTES / 4, STATES = TURNED + SEQUENCES * ROW;
-    static constexpr int SHARED = !ROTATES ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : (1 + PARTS) * D;
+    static constexpr int SHARED = !ROTATES ? 4 : SEVERAL ? STATES + 2 * SEQUENCES : SLICED ? D * SLICE + 2 * D : (1 + PARTS) * D;
+    static_assert(!SLICED || SHARED * 4 + 1024 <= Limits<C>::MERGE_SHARED, "there is room");
 
-    // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row.
+    // All threads of a block; shared: f32 [SHARED]. Blocks: groups of sequences by kv heads; rows are blocks of their own, blockIdx.y is tile * ROWS + row; slices, too: blockIdx.z.
     static __device__ void run(const MergeParams& params, float* shared) {
         if constexpr (SEVERAL) run_several(params, shared);
         else run_one(params, shared);
@@ -56,7 +59,9 @@ struct Merge {
         const int pair = blockIdx.x, row = blockIdx.y;
         if (row >= params.g * params.m) return;
         float4 matrix[AHEAD][EACH];
-        if constexpr (ROTATES) {
+        if constexpr (SLICED) {
+            ask_slice(params, shared, pair % params.h_kv);
+        } else if constexpr (ROTATES) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) rows_of(params, pair % params.h_kv, i, matrix[i]);
         }
@@ -101,14 +106,47 @@ struct Merge {
         for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
         const int sequence = pair / params.h_kv, head = pair % params.h_kv;  // here: there are registers for them
         if constexpr (L::APART) {
-            if constexpr (ROTATES) x = rotated(params, shared, x, head, matrix);
-            if constexpr (V::CENTER) x += sum * params.mean[head * D + threadIdx.x];
+            if constexpr (SLICED) x = by_slice(shared, x);
+            else if constexpr (ROTATES) x = rotated(params, shared, x, head, matrix);
+            if (SLICED && threadIdx.x >= SLICE) return;
+            if constexpr (V::CENTER) x += sum * params.mean[head * D + channel_of()];
             const float of_exact = weight_of(apart[D], top);
-            x += of_exact * apart[threadIdx.x];
+            x += of_exact * apart[channel_of()];
             sum += of_exact * apart[D + 1];
         }
         const long long at = sequence * params.out_sequence + row / params.g * params.out_token + (head * params.g + row % params.g) * params.out_head;
-        static_cast<typename C::Model*>(params.out)[at + threadIdx.x] = from_float<typename C::Model>(x / sum);
+        static_cast<typename C::Model*>(params.out)[at + channel_of()] = from_float<typename C::Model>(x / sum);
+    }
+    static __device__ __forceinline__ int channel_of() { return SLICED ? blockIdx.z * SLICE + threadIdx.x : threadIdx.x; }  // which a thread writes
+
+    // P inverted, the block's columns of it: asked for, [D][SLICE], behind 2 D floats.
+    static __device__ __forceinline__ void ask_slice(const MergeParams& params, float* shared, int head) {
+        constexpr int PIECES = SLICE / 4;  // of a row
+        const float* const from = params.rotation + (V::ROTATE == 2 ? head * (D * D) : 0) + blockIdx.z * SLICE;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < D * PIECES; i += THREADS) copy_async<16>(shared_address(shared + 2 * D) + 16 * i, from + i / PIECES * D + i % PIECES * 4);
+        copy_commit();
+    }
+    // A channel of pages' sums x, one a thread, times it: each column by SLICES threads, of which the first ones have it in the end.
+    static __device__ __forceinline__ float by_slice(float* shared, float x) {
+        constexpr int EACH = D / SLICES;  // rows of a thread
+        const int column = threadIdx.x % SLICE, part = threadIdx.x / SLICE;
+        shared[threadIdx.x] = x;
+        copy_wait<0>();
+        __syncthreads();
+        const float* const matrix = shared + 2 * D + part * (EACH * SLICE) + column;
+        float sum[2] = {0.f, 0.f};
+#pragma unroll 4
+        for (int k = 0; k < EACH; k += 2) {
+            const float2 two = *reinterpret_cast<const float2*>(shared + part * EACH + k);
+            sum[0] += two.x * matrix[k * SLICE], sum[1] += two.y * matrix[(k + 1) * SLICE];
+        }
+        shared[D + threadIdx.x] = sum[0] + sum[1];
+        __syncthreads();
+        x = 0.f;
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) x += shared[D + i * SLICE + column];
+        return x;
     }
 
     // Of P inverted, the lane's pieces of step i's row.

@@ -333,6 +333,7 @@ class Step:
         self._stream = lambda: kernels._stream(kernels.device)
         self._merge_threads = module.integers["merge_threads"]
         at_once, most = module.integers["merge_sequences"], module.integers["merge_most"]
+        self._merge_slices = module.integers["merge_slices"]
         warps = self._merge_threads // 32
         rotated = kernels.value.format.rotate is not None and not module.integers["attend_restores"]
         if most > at_once and not rotated:  # few are left to add up: those that warps shared
@@ -410,7 +411,7 @@ class Step:
         params = self.merge_params
         params.out = out.data_ptr()
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
-        blocks = (self._merge_blocks, self._rows, 1)
+        blocks = (self._merge_blocks, self._rows, self._merge_slices)
         self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
 
 

@@ -25,7 +25,7 @@ from runtime.unpaged import unpaged
 
 SHORT, ANY = 2048, 1 << 31  # tokens of a sequence
 # Sequences' kv heads a multiprocessor:
-ROOMY = 1 / 4  # at most, where blocks leave room for the merge
+ROOMY, ROOMY_BY_TILES = 1 / 4, 1 / 8  # at most, where blocks leave room for the merge; by tiles, for one with a matrix
 ENOUGH_GROUPED, ENOUGH = 2 / 3, 1  # more, where two blocks share it: of grouped queries in short contexts, and else
 MANY, MANY_BY_TILES = 7, 12  # where warps are alone
 MANY_UNSHARED, MANY_SKETCHED = 3.5, 36  # the same by tiles, if two blocks do not fit, and if keys are sketched
@@ -37,7 +37,7 @@ WRITE_THREADS = 512
 INTEGERS = (
     "attend_threads", "attend_shared", "attend_blocks", "attend_rows", "attend_workers", "attend_turns",
     "attend_projects", "attend_restores",
-    "merge_threads", "merge_sequences", "merge_most",
+    "merge_threads", "merge_sequences", "merge_most", "merge_slices",
 )  # fmt: skip
 
 
@@ -196,8 +196,9 @@ def takes_alone(key: Format, d: int, rows: int, scoring: Scoring = ALL_PLAIN) ->
 
 class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
-    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps leave
-    room for the merge beside them (`Layout::BESIDE` in cuda/layout.cuh); multiplies: blocks multiply queries and
+    work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps, and
+    those whose merge multiplies by a matrix, leave room for it beside them (`Layout::BESIDE` in cuda/layout.cuh);
+    multiplies: blocks multiply queries and
     results by rotations themselves (cuda/products.cuh)."""
 
     blocks: int = 1
@@ -212,13 +213,15 @@ ONE_BLOCK = Sharing()
 class Ways(NamedTuple):
     """Which ways a layer's steps can go, beside by tiles with the work of a block for all of its warps. takes: pages by
     bytes; alone: warps of their own; multiplies: by blocks that rotate; two: by two blocks that share a
-    multiprocessor's 228 KB; grouped: by tiles, with more than two query rows per kv head."""
+    multiprocessor's 228 KB; grouped: by tiles, with more than two query rows per kv head; many_rows: with more than
+    eight, for which blocks have eight warps at most."""
 
     takes: bool = False
     alone: bool = False
     multiplies: bool = False
     two: bool = True
     grouped: bool = False
+    many_rows: bool = False
 
 
 def ways(
@@ -228,7 +231,7 @@ def ways(
     takes = by_bytes and takes_bytes(key, value, rope, rows, scoring)
     fmt, d = LayerFormat(key.format, value.format), key.shape.d
     alone, grouped = takes_alone(key.format, d, rows, scoring), not takes and rows > 2
-    return Ways(takes, alone, multiplies(fmt, d, rows), takes or two_fit(fmt, d), grouped)
+    return Ways(takes, alone, multiplies(fmt, d, rows), takes or two_fit(fmt, d), grouped, rows > 8)
 
 
 def two_fit(fmt: LayerFormat, d: int) -> bool:
@@ -257,16 +260,24 @@ def sharing(fmt: LayerFormat, can: Ways, b: int, h_kv: int, tokens: int, process
     share it, which then have fewer warps: the beginning and end of one's heads are hidden by the other. By bytes,
     outliers and codes of four bits take so much shared memory that few warps are left, which is worth it only where
     sequences are short. Eight warps leave registers to the merge where that gains more than it costs them: where a
-    multiprocessor has little to do. Blocks multiply by rotations themselves where each has few heads, for all of which
-    it does that.
+    multiprocessor has little to do. A merge that multiplies by a matrix has room where heads are few, since beside
+    blocks it reads each result twice. Blocks multiply by rotations themselves where each has few heads, for all of
+    which it does that.
     """
     heads = b * h_kv / processors
     if heads >= many(fmt, can) and can.alone and b <= MOST_ALONE and (can.takes or tokens <= SHORT):
         return Sharing(1, True)
     if two_blocks(fmt, can, heads, tokens):
         return Sharing(2)
-    beside = eight_warps(fmt, can.takes) and heads <= ROOMY and heads * tokens <= LITTLE
-    return Sharing(1, beside=beside, multiplies=can.multiplies and heads <= 1)
+    return Sharing(1, beside=roomy(fmt, can, heads, tokens), multiplies=can.multiplies and heads <= 1)
+
+
+def roomy(fmt: LayerFormat, can: Ways, heads: float, tokens: int) -> bool:
+    """Whether blocks of a multiprocessor that has so many heads of sequences leave the merge room, where that makes
+    them others."""
+    turned, matrix = eight_warps(fmt, can.takes), merge_multiplies(fmt, can)
+    few = heads <= (ROOMY if can.takes or not matrix else ROOMY_BY_TILES)
+    return (turned or matrix) and few and not ((turned or can.many_rows) and heads * tokens > LITTLE)
 
 
 def many(fmt: LayerFormat, can: Ways) -> float:
@@ -298,6 +309,11 @@ def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
     return not takes and bool(turned or fmt.key.lowrank or fmt.value.lowrank)
 
 
+def merge_multiplies(fmt: LayerFormat, can: Ways) -> bool:
+    """Whether the merge multiplies results by a matrix (`Limits::MERGE_MULTIPLIES` in cuda/layout.cuh)."""
+    return bool(fmt.value.rotate and not can.multiplies)
+
+
 def spans(most: int | None) -> list[int]:
     """Numbers of tokens that steps are dealt out for, where a sequence holds at most `most` (None: any number): each
     twice the one before."""
@@ -315,7 +331,8 @@ def sharings(fmt: LayerFormat, can: Ways) -> list[Sharing]:
         some.append(Sharing(2))
     if can.alone:
         some.append(Sharing(1, alone=True))
-    others = product({False, eight_warps(fmt, can.takes)}, {False, can.multiplies})
+    room = eight_warps(fmt, can.takes) or merge_multiplies(fmt, can)
+    others = product({False, room}, {False, can.multiplies})
     return some + [Sharing(1, beside=beside, multiplies=own) for beside, own in sorted(others) if beside or own]
 
 
@@ -361,7 +378,7 @@ extern "C" __device__ int attend_projects = signpost::Layout<Plan::Config>::PROJ
 extern "C" __device__ int attend_restores = signpost::Layout<Plan::Config>::RESTORES;
 using Merging = signpost::Merge<Shape>;
 extern "C" __device__ int merge_threads = Merging::THREADS, merge_sequences = Merging::SEQUENCES;
-extern "C" __device__ int merge_most = Merging::MOST;
+extern "C" __device__ int merge_most = Merging::MOST, merge_slices = Merging::SLICES;
 extern "C" __global__ void __maxnreg__(Plan::REGISTERS)
 attend(const __grid_constant__ signpost::AttendParams params) {{
     extern __shared__ __align__(128) unsigned char shared[];

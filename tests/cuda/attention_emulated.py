@@ -42,12 +42,12 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
     source += (
         ('extern "C" int races_found() { return races::found; }\n' if races else "")
         + 'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
-        'extern "C" void run_attend(int grid, int tiles, const signpost::AttendParams* params) {\n'
+        'extern "C" void run_attend(int grid, int tiles, int, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
-        'extern "C" void run_merge(int pairs, int tiles, const signpost::MergeParams* params) {\n'
+        'extern "C" void run_merge(int pairs, int rows, int slices, const signpost::MergeParams* params) {\n'
         "    constexpr int shared = sizeof(float) * Merging::SHARED;\n"
-        "    emulator::launch([&] { merge(*params); }, pairs, tiles, 1, Merging::THREADS, 1, shared, 0xFF);\n}\n"
-        'extern "C" void run_write_tokens(int sequences, int tokens, const signpost::WriteParams* params) {\n'
+        "    emulator::launch([&] { merge(*params); }, pairs, rows, slices, Merging::THREADS, 1, shared, 0xFF);\n}\n"
+        'extern "C" void run_write_tokens(int sequences, int tokens, int, const signpost::WriteParams* params) {\n'
         "    emulator::launch([&] { write_tokens(*params); }, sequences, tokens, 2, "
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
     )
@@ -65,7 +65,7 @@ class Kernel:
 
     def launch(self, grid, block, shared, params, stream, overlap=False) -> None:
         assert isinstance(params, self.params)
-        self.entry(grid[0], grid[1], ctypes.byref(params))
+        self.entry(*grid, ctypes.byref(params))
 
 
 class Module:

@@ -229,6 +229,15 @@ def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Shari
     assert (found["merge"].registers, found["merge"].spill_bytes, found["merge"].shared) == (32, 0, 0)
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_so_does_one_that_multiplies_by_a_matrix(rows: int) -> None:
+    """Which is in shared memory, half of the columns."""
+    found = jit.report(recipe_unit("few-bits", rows=rows, how=Sharing(1, beside=True)), "sm_90a")
+    assert found["attend"].registers <= 160
+    merge = found["merge"]
+    assert (merge.registers, merge.spill_bytes, merge.shared) == (32, 0, 4 * 128 * (64 + 2))
+
+
 @pytest.mark.parametrize("arch", jit.ARCHS)
 @pytest.mark.parametrize(("rows", "dtype"), [(1, "__half"), (8, "__nv_bfloat16"), (4, "float")])
 def test_blocks_that_multiply_by_rotations_themselves(rows: int, dtype: str, arch: str) -> None:

@@ -82,6 +82,24 @@ def test_blocks_that_multiply_by_rotations_themselves(formats, dtype, monkeypatc
     check_rotating(formats, [330, 1200, 7], monkeypatch, 1, dtype=dtype)
 
 
+LEARNED = replace(PLAIN_VALUES, rotate=Rotate("learned"), center=Center())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "formats",
+    [BANDED, LayerFormat(SKETCHED.key, TURNED), LayerFormat(PRE_ROPE, replace(LEARNED, window=PRE_ROPE.window))],
+    ids=["bands", "sketched", "learned"],
+)
+def test_merges_that_multiply_beside_blocks(formats, dtype, monkeypatch):
+    """By halves of the columns, also what more than 32 blocks have left and one that has no page."""
+    monkeypatch.setattr(Emulated, "how", Sharing(1, beside=True))
+    for g, lengths, m in ((1, [330, 1], 1), (4, [1, 66, 330, 130], 1), (8, [200, 64], 1), (2, [1100], 2)):
+        scene = paged.Scene.of(case(formats, 2 * g), lengths, m, dtype)
+        assert scene.kernels.module(g * m, Emulated.how).integers["merge_slices"] == 2
+        check_scene(scene)
+
+
 def test_windows_and_caps_where_blocks_multiply_by_rotations(monkeypatch):
     check_rotating(ROTATED["turned"], [66, 700, 330], monkeypatch, 3, m=2, scoring=Scoring(150, 5.0))
 

@@ -184,5 +184,5 @@ def test_races_are_found(meeting, then, found):
         meeting=meeting, then=then
     )
     library = build(source, races=True)
-    library.run_attend(1, 1, ctypes.byref(_Attend()))
+    library.run_attend(1, 1, 1, ctypes.byref(_Attend()))
     assert (library.races_found() > 0) == found

@@ -33,6 +33,7 @@ GRID, PLAIN = 132, kivi(2)
 HAAR = Rotate("haar")
 TURNED = replace(PLAIN, key=replace(PLAIN.key, rotate=HAAR))
 SKETCHED = replace(PLAIN, key=replace(PLAIN.key, rotate=HAAR, sketch=Sketch(64)))
+BROUGHT_BACK = replace(SKETCHED, value=replace(PLAIN.value, rotate=Rotate("learned")))
 FACTORS = replace(PLAIN, value=replace(PLAIN.value, lowrank=LowRank(4, 2)))
 
 
@@ -79,8 +80,16 @@ NEARLY_ALL = int(ENOUGH_GROUPED * GRID)
         (TURNED, ALONE, GRID, 1 << 20, Sharing(1, multiplies=True)),
         (TURNED, ALONE, GRID + 1, 100, Sharing(2)),
         (replace(FACTORS, value=replace(FACTORS.value, rotate=HAAR)), ALONE, 8, 100, Sharing(1, False, True, True)),
-        (replace(PLAIN, value=replace(PLAIN.value, rotate=Rotate("learned"))), ALONE, 8, 100, Sharing(1)),
+        (replace(PLAIN, value=replace(PLAIN.value, rotate=Rotate("learned"))), ALONE, 8, 100, Sharing(1, beside=True)),
         (replace(TURNED, key=SKETCHED.key), ALONE, 8, 100, Sharing(1)),
+        (BROUGHT_BACK, ALONE, GRID // 8, 1 << 20, Sharing(1, beside=True)),
+        (BROUGHT_BACK, ALONE, GRID // 8 + 1, 100, Sharing(1)),
+        (BROUGHT_BACK, BY_BYTES, GRID // 4, 1 << 20, Sharing(1, beside=True)),
+        (BROUGHT_BACK, BY_BYTES, GRID // 4 + 1, 100, Sharing(1)),
+        (BROUGHT_BACK, Ways(many_rows=True), 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
+        (BROUGHT_BACK, Ways(many_rows=True), 8, LITTLE * GRID // 8 + 1, Sharing(1)),
+        (replace(BROUGHT_BACK, key=FACTORS.value), ALONE, 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
+        (replace(BROUGHT_BACK, key=FACTORS.value), ALONE, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
     ],
 )
 def test_how_a_step_is_dealt_out(formats, can, pairs, tokens, said):
