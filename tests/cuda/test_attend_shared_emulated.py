@@ -4,10 +4,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from artifacts import LayerFormat, Window
-from runtime.units import ALL_PLAIN, Scoring, Sharing
-from tests.cuda.attention_emulated import BANDED, Emulated, case, check, in_pages_of, with_outliers
+from runtime.units import ALL_PLAIN, ONE_BLOCK, Scoring, Sharing
+from tests.cuda.attention_emulated import BANDED, Emulated, case, check, check_scene, in_pages_of, with_outliers
 from tests.formats import kivi, kvquant, without_outliers
 from tests.gpu import paged
 
@@ -58,3 +59,32 @@ def test_short_steps_of_windows(recent, scoring, monkeypatch):
     key, value = (replace(f, window=Window(1, r)) for f, r in zip((plain.key, plain.value), recent, strict=True))
     check(case(LayerFormat(key, value), 8), [1, 66, 300, 500], 1, scoring)
     check(case(with_outliers(0.02), 8), [1, 66, 300, 500], 1, scoring)
+
+
+def blocks_of(formats: LayerFormat, lengths: list[int]) -> list[list[int]]:
+    """[first, last] of the blocks that have a result, for the kv heads of one sequence after the other; eight query
+    heads on two of these. What comes of it is checked."""
+    scene = paged.Scene.of(case(formats, 8), lengths)
+    check_scene(scene)
+    return scene.kernels.workspace.take("ranges", 4 * len(lengths)).view(torch.int32).view(-1, 2).tolist()
+
+
+@pytest.mark.parametrize("formats", [kvquant(2), kivi(2), BANDED], ids=["kvquant", "kivi", "banded"])
+def test_blocks_take_whole_heads_where_sequences_are_as_long(formats, monkeypatch):
+    """Three for each of three blocks, the last of which has one less: so no head has two results."""
+    monkeypatch.setattr(Emulated, "how", ONE_BLOCK)
+    assert blocks_of(formats, [330, 331, 332, 333]) == [[i // 3, i // 3] for i in range(8)]
+    assert any(first < last for first, last in blocks_of(formats, [330, 200, 330, 330]))
+    assert blocks_of(formats, [330] * 33) == [[i // 22, i // 22] for i in range(66)]
+
+
+def test_fewer_blocks_only_where_that_is_sooner_done(monkeypatch):
+    """Four heads of many pages for three blocks: two for each of two would take half as long again."""
+    monkeypatch.setattr(Emulated, "how", ONE_BLOCK)
+    assert blocks_of(kivi(2), [3000, 3000])[-1][-1] == 2
+
+
+@pytest.mark.parametrize("how", [ONE_BLOCK, Sharing(2)], ids=str)
+def test_a_block_begins_in_the_middle_of_many_sequences(how, monkeypatch):
+    monkeypatch.setattr(Emulated, "how", how)
+    check(case(kivi(2), 8), [1 + 53 * i % 290 for i in range(70)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from artifacts import LowRank, Rotate, Sketch
-from runtime.attention import merged
+from runtime.attention import aligned_blocks, merged
 from runtime.cache import KVCache
 from runtime.sources import kernel_folder
 from runtime.units import (
@@ -168,3 +168,23 @@ def test_lengths_that_have_steps_of_their_own(formats, can, b, most, expected):
 )
 def test_sequences_of_a_block_of_the_merge(at_once, most, results, expected):
     assert merged(at_once, most, 8, results, GRID) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "expected"),
+    [
+        (1, 132, (132, 1, 1 / 132)),
+        (8, 132, (128, 1, 1 / 128)),
+        (132, 132, (132, 1, 1 / 132)),
+        (133, 132, (67, 2, 2 / 133)),
+        (256, 132, (128, 2, 2 / 256)),
+        (512, 264, (256, 2, 2 / 512)),
+        (9, 2, (2, 5, 5 / 9)),
+        (10**6, 132, (132, 7576, 7576 / 10**6)),
+    ],
+)
+def test_blocks_that_have_whole_heads(heads, blocks, expected):
+    aligned, whole, share = aligned_blocks(heads, blocks)
+    assert (aligned, whole, share) == expected
+    assert aligned <= blocks
+    assert heads <= blocks or (aligned - 1) * whole < heads <= aligned * whole  # each has some, and all are dealt out
