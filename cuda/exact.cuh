@@ -160,7 +160,7 @@ struct Exact {
         return {rest.token(place.low), rest.token(place.high)};
     }
 
-    // Whether a tile's values are asked for with its keys, so that one waits with the other; beside factors, and for twelve warps alone, there are no registers for it.
+    // Whether a tile's values are asked for with its keys, so that one waits with the other; beside factors, and for more than eight warps that are alone, there are no registers for it.
     static constexpr bool TOGETHER = !K::RANK && !V::RANK && !(L::ALONE && L::WARPS > 8);
 
     // Takes them, 16 at a time, causal. begin: which of these the warp takes first; it goes on every `step`.

@@ -213,15 +213,17 @@ ONE_BLOCK = Sharing()
 class Ways(NamedTuple):
     """Which ways a layer's steps can go, beside by tiles with the work of a block for all of its warps. takes: pages by
     bytes; alone: warps of their own; multiplies: by blocks that rotate; two: by two blocks that share a
-    multiprocessor's 228 KB; grouped: by tiles, with more than two query rows per kv head; many_rows: with more than
-    eight, for which blocks have eight warps at most."""
+    multiprocessor's 228 KB; grouped: by tiles, with more than two query rows per kv head; matrix: the merge multiplies
+    results by one (`Limits::MERGE_MULTIPLIES` in cuda/layout.cuh), of heads of 128 channels; eight: whatever the
+    formats, blocks of these by tiles have eight warps at most (`Limits::WIDEST`)."""
 
     takes: bool = False
     alone: bool = False
     multiplies: bool = False
     two: bool = True
     grouped: bool = False
-    many_rows: bool = False
+    matrix: bool = False
+    eight: bool = False
 
 
 def ways(
@@ -231,7 +233,13 @@ def ways(
     takes = by_bytes and takes_bytes(key, value, rope, rows, scoring)
     fmt, d = LayerFormat(key.format, value.format), key.shape.d
     alone, grouped = takes_alone(key.format, d, rows, scoring), not takes and rows > 2
-    return Ways(takes, alone, multiplies(fmt, d, rows), takes or two_fit(fmt, d), grouped, rows > 8)
+    multiply = multiplies(fmt, d, rows)
+    partly = key.format.domain == "pre_rope" and rope.layout != "interleaved" and rope.dim != d
+    return Ways(
+        takes, alone, multiply, takes or two_fit(fmt, d), grouped,
+        matrix=d == 128 and bool(fmt.value.rotate) and not multiply,
+        eight=not takes and (rows > 8 or partly),
+    )  # fmt: skip
 
 
 def two_fit(fmt: LayerFormat, d: int) -> bool:
@@ -274,10 +282,11 @@ def sharing(fmt: LayerFormat, can: Ways, b: int, h_kv: int, tokens: int, process
 
 def roomy(fmt: LayerFormat, can: Ways, heads: float, tokens: int) -> bool:
     """Whether blocks of a multiprocessor that has so many heads of sequences leave the merge room, where that makes
-    them others."""
-    turned, matrix = eight_warps(fmt, can.takes), merge_multiplies(fmt, can)
-    few = heads <= (ROOMY if can.takes or not matrix else ROOMY_BY_TILES)
-    return (turned or matrix) and few and not ((turned or can.many_rows) and heads * tokens > LITTLE)
+    them others. What that costs has been measured in long contexts for twelve warps by tiles alone."""
+    few = heads <= (ROOMY_BY_TILES if can.matrix and not can.takes else ROOMY)
+    turned = eight_warps(fmt, can.takes)
+    short = heads * tokens <= LITTLE or not (can.takes or can.eight or turned)
+    return few and short and (can.matrix or turned)
 
 
 def many(fmt: LayerFormat, can: Ways) -> float:
@@ -309,11 +318,6 @@ def eight_warps(fmt: LayerFormat, takes: bool) -> bool:
     return not takes and bool(turned or fmt.key.lowrank or fmt.value.lowrank)
 
 
-def merge_multiplies(fmt: LayerFormat, can: Ways) -> bool:
-    """Whether the merge multiplies results by a matrix (`Limits::MERGE_MULTIPLIES` in cuda/layout.cuh)."""
-    return bool(fmt.value.rotate and not can.multiplies)
-
-
 def spans(most: int | None) -> list[int]:
     """Numbers of tokens that steps are dealt out for, where a sequence holds at most `most` (None: any number): each
     twice the one before."""
@@ -331,7 +335,7 @@ def sharings(fmt: LayerFormat, can: Ways) -> list[Sharing]:
         some.append(Sharing(2))
     if can.alone:
         some.append(Sharing(1, alone=True))
-    room = eight_warps(fmt, can.takes) or merge_multiplies(fmt, can)
+    room = can.matrix or eight_warps(fmt, can.takes)
     others = product({False, room}, {False, can.multiplies})
     return some + [Sharing(1, beside=beside, multiplies=own) for beside, own in sorted(others) if beside or own]
 

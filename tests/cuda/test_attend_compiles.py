@@ -52,6 +52,7 @@ def unit_of(case: Case, dtype: str = "__half") -> jit.Unit:
 
 def recipe_unit(name: str, d: int = 128, rows: int = 1, dtype: str = "__half", how: Sharing = ONE_BLOCK) -> jit.Unit:
     others = {"factors-2": FACTORS, "few-bits": FEW_BITS, "small-pages": SMALL_PAGES, "turned-3": turned(3)}
+    others["outliers"] = LayerFormat(kvquant(4).key, replace(FEW_BITS.value, window=kvquant(4).key.window))
     formats = (RECIPES | others)[name]
     key, value = (PageGeometry.of(fmt, 8, d, side) for side, fmt in (("key", formats.key), ("value", formats.value)))
     return attend_unit(key, value, Rope(d, "half", 1.0, "default"), dtype, rows, True, how)
@@ -183,7 +184,7 @@ def test_which_ways_layers_can_go() -> None:
         key, value = (PageGeometry.of(fmt, case.h_kv, case.d, side) for side, fmt in case.sides())
         can = ways(key, value, case.rope, rows, True, scoring)
         found.append(can)
-        eight = case.d == 128 and eight_warps(LayerFormat(key.format, value.format), False)
+        eight = case.d == 128 and (can.eight or eight_warps(LayerFormat(key.format, value.format), False))
         source += f"""namespace case{len(found)} {{
 {side_struct("Key", key, case.rope, True)}
 {side_struct("Value", value, None, True)}
@@ -191,13 +192,15 @@ struct Shape {{
     using Key = case{len(found)}::Key;
     using Value = case{len(found)}::Value;
     static constexpr int D = {case.d}, ROWS = {rows}, BLOCKS = 1;
-    static constexpr bool ALONE = false, MULTIPLIES = true, SLIDING = {int(scoring.window > 0)};
+    static constexpr bool ALONE = false, MULTIPLIES = true, MAKES_ROOM = true, SLIDING = {int(scoring.window > 0)};
     static constexpr bool CAPPED = {int(scoring.softcap is not None)};
 }};
 static_assert(signpost::Bytes<Shape>::POSSIBLE == {int(can.takes)}, "{case}");
 static_assert(signpost::Limits<Shape>::ALONE == {int(can.alone)}, "{case}");
 constexpr bool rotates = Key::ROTATE || Value::ROTATE;
 static_assert((rotates && signpost::Limits<Shape>::MULTIPLIES) == {int(can.multiplies)}, "{case}");
+static_assert((signpost::Limits<Shape>::MERGE_MULTIPLIES && {case.d} == 128) == {int(can.matrix)}, "{case}");
+static_assert({int(eight or can.takes)} || {case.d} != 128 || signpost::Limits<Shape>::WIDEST > 8, "{case}");
 static_assert(!{int(eight)} || signpost::Limits<Shape>::WIDEST == 8, "{case}");
 }}
 """
@@ -236,6 +239,14 @@ def test_so_does_one_that_multiplies_by_a_matrix(rows: int) -> None:
     assert found["attend"].registers <= 160
     merge = found["merge"]
     assert (merge.registers, merge.spill_bytes, merge.shared) == (32, 0, 4 * 128 * (64 + 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "arch"), [(1, "__half", "sm_90a"), (2, "float", "sm_100"), (16, "__nv_bfloat16", "sm_90a")]
+)
+@pytest.mark.parametrize("name", ["few-bits", "outliers"])
+def test_merges_that_multiply_beside_blocks(name: str, rows: int, dtype: str, arch: str) -> None:
+    check(recipe_unit(name, rows=rows, dtype=dtype, how=Sharing(1, beside=True)), arch)
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)

@@ -61,10 +61,10 @@ def test_short_steps_of_windows(recent, scoring, monkeypatch):
     check(case(with_outliers(0.02), 8), [1, 66, 300, 500], 1, scoring)
 
 
-def blocks_of(formats: LayerFormat, lengths: list[int]) -> list[list[int]]:
-    """[first, last] of the blocks that have a result, for the kv heads of one sequence after the other; eight query
-    heads on two of these. What comes of it is checked."""
-    scene = paged.Scene.of(case(formats, 8), lengths)
+def blocks_of(formats: LayerFormat, lengths: list[int], h_q: int = 8) -> list[list[int]]:
+    """[first, last] of the blocks that have a result, for the two kv heads of one sequence after the other. What comes
+    of it is checked."""
+    scene = paged.Scene.of(case(formats, h_q), lengths)
     check_scene(scene)
     return scene.kernels.workspace.take("ranges", 4 * len(lengths)).view(torch.int32).view(-1, 2).tolist()
 
@@ -76,6 +76,12 @@ def test_blocks_take_whole_heads_where_sequences_are_as_long(formats, monkeypatc
     assert blocks_of(formats, [330, 331, 332, 333]) == [[i // 3, i // 3] for i in range(8)]
     assert any(first < last for first, last in blocks_of(formats, [330, 200, 330, 330]))
     assert blocks_of(formats, [330] * 33) == [[i // 22, i // 22] for i in range(66)]
+
+
+def test_blocks_of_whole_heads_may_be_fewer(monkeypatch):
+    """Two heads for each of two blocks; a third one has nothing. By bytes, where beginning a head takes longest."""
+    monkeypatch.setattr(Emulated, "how", ONE_BLOCK)
+    assert blocks_of(without_outliers(kvquant(2)), [200, 201], 2) == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
 def test_fewer_blocks_only_where_that_is_sooner_done(monkeypatch):

@@ -84,16 +84,18 @@ NEARLY_ALL = int(ENOUGH_GROUPED * GRID)
         (replace(TURNED, key=SKETCHED.key), ALONE, 8, 100, Sharing(1)),
         (BROUGHT_BACK, ALONE, GRID // 8, 1 << 20, Sharing(1, beside=True)),
         (BROUGHT_BACK, ALONE, GRID // 8 + 1, 100, Sharing(1)),
-        (BROUGHT_BACK, BY_BYTES, GRID // 4, 1 << 20, Sharing(1, beside=True)),
+        (BROUGHT_BACK, BY_BYTES, GRID // 4, 4 * LITTLE, Sharing(1, beside=True)),
+        (BROUGHT_BACK, BY_BYTES, GRID // 4, 4 * LITTLE + 1, Sharing(1)),
         (BROUGHT_BACK, BY_BYTES, GRID // 4 + 1, 100, Sharing(1)),
-        (BROUGHT_BACK, Ways(many_rows=True), 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
-        (BROUGHT_BACK, Ways(many_rows=True), 8, LITTLE * GRID // 8 + 1, Sharing(1)),
+        (BROUGHT_BACK, Ways(eight=True), 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
+        (BROUGHT_BACK, Ways(eight=True), 8, LITTLE * GRID // 8 + 1, Sharing(1)),
         (replace(BROUGHT_BACK, key=FACTORS.value), ALONE, 8, LITTLE * GRID // 8, Sharing(1, beside=True)),
         (replace(BROUGHT_BACK, key=FACTORS.value), ALONE, 8, LITTLE * GRID // 8 + 1, Sharing(1)),
     ],
 )
 def test_how_a_step_is_dealt_out(formats, can, pairs, tokens, said):
-    can = can._replace(multiplies=multiplies(formats, 128, 8))
+    multiply = multiplies(formats, 128, 8)
+    can = can._replace(multiplies=multiply, matrix=bool(formats.value.rotate) and not multiply)
     assert sharing(formats, can, pairs, 1, tokens, GRID) == said
     assert said in sharings(formats, can)
 
