@@ -242,9 +242,13 @@ def test_so_does_one_that_multiplies_by_a_matrix(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "arch"), [(1, "__half", "sm_90a"), (2, "float", "sm_100"), (16, "__nv_bfloat16", "sm_90a")]
+    ("name", "rows", "dtype", "arch"),
+    [
+        ("few-bits", 1, "float", "sm_100"),
+        ("outliers", 1, "__half", "sm_90a"),
+        ("outliers", 16, "__nv_bfloat16", "sm_90a"),
+    ],
 )
-@pytest.mark.parametrize("name", ["few-bits", "outliers"])
 def test_merges_that_multiply_beside_blocks(name: str, rows: int, dtype: str, arch: str) -> None:
     check(recipe_unit(name, rows=rows, dtype=dtype, how=Sharing(1, beside=True)), arch)
 
