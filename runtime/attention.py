@@ -16,6 +16,7 @@ from torch import Tensor
 
 from artifacts import Format, LayerFormat, PageGeometry
 from runtime import jit, pieces, project, smooth
+from runtime.dealing import aligned_blocks, merged
 from runtime.fragments import of_heads, pieces_of_matrix
 from runtime.pack import check_ids
 from runtime.parts import banded, rotate
@@ -413,26 +414,6 @@ class Step:
         params.out_sequence, params.out_head, params.out_token, _ = out.stride()
         blocks = (self._merge_blocks, self._rows, self._merge_slices)
         self._merge.launch(blocks, self._merge_threads, 0, params, self._stream(), overlap=True)
-
-
-def aligned_blocks(heads: int, blocks: int) -> tuple[int, int, float]:
-    """Where no block is to end in the middle of one of `heads` sequences' heads, or several share one: (how many of
-    `blocks` take part, heads of each, or 1, its share of the line of units), for cuda/line.cuh.
-
-    The last block may have fewer heads than the others.
-    """
-    if heads <= blocks:
-        aligned = blocks // heads * heads
-        return aligned, 1, 1 / aligned
-    whole = -(-heads // blocks)
-    return -(-heads // whole), whole, whole / heads
-
-
-def merged(at_once: int, most: int, warps: int, results: int, processors: int) -> int:
-    """Sequences of a block of the merge: as few for each of its warps as leave one block a multiprocessor; if that is
-    more than it takes at once, as often as leaves two, at most `most`. results: rows of all sequences and kv heads."""
-    each = warps * -(-results // (processors * warps))
-    return each if each <= at_once else min(most, at_once * -(-results // (2 * processors * at_once)))
 
 
 def _strides(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

@@ -198,8 +198,7 @@ class Sharing(NamedTuple):
     """How the work of a step is dealt out. blocks: that share a multiprocessor, one's memory latency hiding another's
     work; alone: warps have sequences of their own (cuda/alone.cuh), in one block; beside: kernels of eight warps, and
     those whose merge multiplies by a matrix, leave room for it beside them (`Layout::BESIDE` in cuda/layout.cuh);
-    multiplies: blocks multiply queries and
-    results by rotations themselves (cuda/products.cuh)."""
+    multiplies: blocks multiply queries and results by rotations themselves (cuda/products.cuh)."""
 
     blocks: int = 1
     alone: bool = False

@@ -236,8 +236,9 @@ def test_a_block_of_the_merge_fits_beside_one_of_attention(name: str, how: Shari
 def test_so_does_one_that_multiplies_by_a_matrix(rows: int) -> None:
     """Which is in shared memory, half of the columns."""
     found = jit.report(recipe_unit("few-bits", rows=rows, how=Sharing(1, beside=True)), "sm_90a")
-    assert found["attend"].registers <= 160
-    merge = found["merge"]
+    attend, merge = found["attend"], found["merge"]
+    assert attend.registers <= 160
+    assert attend.spill_bytes == 0
     assert (merge.registers, merge.spill_bytes, merge.shared) == (32, 0, 4 * 128 * (64 + 2))
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from artifacts import LowRank, Rotate, Sketch
-from runtime.attention import aligned_blocks, merged
 from runtime.cache import KVCache
+from runtime.dealing import aligned_blocks, merged
 from runtime.sources import kernel_folder
 from runtime.units import (
     ANY,
