@@ -171,7 +171,7 @@ struct Attend {
             there.take(at);
         }
         open_result();
-        if (L::BESIDE && !EARLY && at.final) release_successor();
+        if (L::BESIDE && at.final && !early()) release_successor();
         if (at.ends) tiles.exact_keys();
         values.restore();
         if constexpr (!L::APART) {
@@ -195,13 +195,14 @@ struct Attend {
     // Where there is room beside all blocks, the merge comes to wait there while they work on their last stretches, and lets the next kernel begin. That relies on all that was before this one, which
     // therefore has been awaited; and if it is the next step's cuda/project.cuh it writes what `query.load` reads, so not before that.
     __device__ __forceinline__ void release_early() const {
-        if (EARLY && at.final) {
+        if (at.final && early()) {
             await_predecessor();
             release_successor();
         }
     }
-    // Where the merge multiplies by a matrix, pages do not wait for the one before, which takes longer: the next one comes behind them.
-    static constexpr bool EARLY = L::BESIDE && !Limits<C>::MERGE_MULTIPLIES;
+    // Where the merge multiplies by a matrix the one before takes longer: a few pages do not wait for it, and the next one comes behind them. FEW: as many as last as long (measured).
+    static constexpr int FEW = L::BYTES ? 16 : 3;
+    __device__ __forceinline__ bool early() const { return L::BESIDE && (!Limits<C>::MERGE_MULTIPLIES || at.to - at.from > FEW); }
 
     // Before newest tokens are read and anything is written: the kernel before may have to do with both.
     __device__ __forceinline__ void open_result() const {

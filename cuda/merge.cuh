@@ -65,7 +65,7 @@ struct Merge {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) rows_of(params, pair % params.h_kv, i, matrix[i]);
         }
-        // Before it waits, what comes next reads nothing that attend writes, and writes at most what all of attend's blocks have read (`release_early` and `EARLY` there); and attend has awaited what was before it.
+        // Before it waits, what comes next reads nothing that attend writes, and writes at most what all of attend's blocks have read (`release_early` and `early` there); and attend has awaited what was before it.
         if constexpr (L::BESIDE) release_successor();
         await_predecessor();
         if constexpr (!L::BESIDE) release_successor();

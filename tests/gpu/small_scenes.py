@@ -61,8 +61,16 @@ def shared() -> None:
                 assert torch.isfinite(scene.run(scene.query())).all()
 
 
+def whole() -> None:
+    """Blocks that take whole heads of sequences that are as long."""
+    for formats, h_q in ((kvquant(2), 32), (kivi(2), 8), (BANDED, 8)):
+        scene = Scene.of(with_formats(formats, h_q, 8), [130] * 18)
+        assert torch.isfinite(scene.run(scene.query())).all()
+
+
 if __name__ == "__main__":
     full_precision()
     pages()
     rotations()
     shared()
+    whole()

@@ -201,14 +201,34 @@ def test_a_long_sequence() -> None:
     assert_close(Scene.of(with_formats(kvquant(4), 2, 2), [100003, 17]))
 
 
+@pytest.mark.parametrize("g", [1, 4])
 @pytest.mark.parametrize(
-    "case",
-    [*CASES[::7], *(with_formats(formats, 8, 2) for formats in (kvquant(3), turned(3))), with_formats(kivi(2))],
-    ids=lambda case: case.name,
+    "formats", [kvquant(2), without_outliers(kvquant(4)), kivi(2), BANDED], ids=["kvquant", "plain", "kivi", "banded"]
 )
-def test_steps_that_begin_as_others_end(case: Case) -> None:
+def test_blocks_take_whole_heads_of_equal_sequences(formats, g) -> None:
+    """There are more heads than blocks, and all sequences are as long (`runtime.dealing.aligned_blocks`)."""
+    found = errors(Scene.of(with_formats(formats, 8 * g, 8), [517] * 40))
+    assert_close_together(found)
+
+
+SKETCHED = Format(64, sketch=Sketch(256, "orthogonal", 8, 64))
+LONG = [40003, 5003]  # of such sequences a merge with a matrix comes ahead of pages, not behind them
+
+
+@pytest.mark.parametrize(
+    ("case", "lengths"),
+    [
+        *((case, [700, 130, 5003]) for case in CASES[::7]),
+        *((with_formats(formats, 8, 2), [700, 130, 5003]) for formats in (kvquant(3), turned(3), BANDED)),
+        (with_formats(kivi(2)), [700, 130, 5003]),
+        *((with_formats(BANDED, h_q, 2), LONG) for h_q in (2, 8)),
+        *((with_formats(LayerFormat(SKETCHED, turned(3).value), 8, 2), lengths) for lengths in ([700, 5003], LONG)),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_steps_that_begin_as_others_end(case: Case, lengths) -> None:
     """Each overwrites what the one before worked in: none may before that is read."""
-    scene = Scene.of(case, [700, 130, 5003])
+    scene = Scene.of(case, lengths)
     queries = [scene.query(seed) for seed in range(12)]
     step = scene.kernels.plan(
         scene.key.paged, scene.value.paged, scene.lengths, scene.offsets, 1, queries[0].shape[-1] ** -0.5
@@ -229,7 +249,7 @@ def test_steps_that_begin_as_others_end(case: Case) -> None:
 
 def test_chains_of_layers_whose_blocks_rotate_and_others() -> None:
     """Each layer's step has a workspace in common with those before and after it, of other kinds."""
-    sketched = LayerFormat(Format(64, sketch=Sketch(256, "orthogonal", 8, 64)), kivi(2).value)
+    sketched = LayerFormat(SKETCHED, kivi(2).value)
     scenes = [Scene.of(with_formats(formats, 8, 2), [700, 130, 5003]) for formats in (turned(3), sketched, kivi(2))]
     steps = []
     for scene in scenes:
