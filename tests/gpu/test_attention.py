@@ -9,6 +9,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 from artifacts import Banded, Format, LayerFormat, Rope, Rotate, Sketch, Window  # noqa: E402
 from runtime.attention import PagedAttention  # noqa: E402
+from runtime.dealing import aligned_blocks  # noqa: E402
 from runtime.units import Scoring, Sharing, takes_alone  # noqa: E402
 from tests.formats import CASES, Case, kivi, kvquant, turned, without_outliers  # noqa: E402
 
@@ -205,9 +206,13 @@ def test_a_long_sequence() -> None:
 @pytest.mark.parametrize(
     "formats", [kvquant(2), without_outliers(kvquant(4)), kivi(2), BANDED], ids=["kvquant", "plain", "kivi", "banded"]
 )
-def test_blocks_take_whole_heads_of_equal_sequences(formats, g) -> None:
-    """There are more heads than blocks, and all sequences are as long (`runtime.dealing.aligned_blocks`)."""
-    found = errors(Scene.of(with_formats(formats, 8 * g, 8), [517] * 40))
+def test_blocks_take_whole_heads_of_equal_sequences(formats, g, monkeypatch) -> None:
+    """Each block has two heads, a few blocks none (`runtime.dealing.aligned_blocks`)."""
+    monkeypatch.setattr(PagedAttention, "sharing", lambda self, rows, b, tokens: Sharing(1))
+    blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
+    b = (2 * blocks - 1) // 8
+    assert aligned_blocks(8 * b, blocks)[1] == 2
+    found = errors(Scene.of(with_formats(formats, 8 * g, 8), [517] * b))
     assert_close_together(found)
 
 
