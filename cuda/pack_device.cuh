@@ -192,6 +192,43 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned
 }
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) { mma_bfloats(sum, a, b0, b1); }
 
+// What the four warps of a warpgroup multiply together by `wgmma`, twice as fast as each for itself: 64 rows, of which each warp has 16, which lie in lanes
+// as those of `multiply_tile`, times a matrix in shared memory. Only sm_90a has it.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Between what threads wrote to shared memory, copies included, and a barrier behind which others multiply with it.
+__device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// sum[i] = a b, or added to it: rows r and r + 8 of the warp's, columns 8 i + 2 c and the next of 64, whose cores (pack_matrix.cuh) are at `cores`.
+#define SIGNPOST_SUMS(X) X(sum[0]), X(sum[1]), X(sum[2]), X(sum[3]), X(sum[4]), X(sum[5]), X(sum[6]), X(sum[7])
+#define SIGNPOST_WRITTEN(x) "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+#define SIGNPOST_ADDED(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define SIGNPOST_WGMMA(TYPE, ACCESS, ADDS)                                                                                                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                                 \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25," \
+                 " %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, " ADDS ", 1, 1, 0;"                                             \
+                 : SIGNPOST_SUMS(ACCESS)                                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(cores))
+template <bool FIRST>
+__device__ __forceinline__ void multiply_together(float (&sum)[8][4], const unsigned (&a)[4], unsigned long long cores, F16) {
+    if constexpr (FIRST) SIGNPOST_WGMMA("f16", SIGNPOST_WRITTEN, "0");
+    else SIGNPOST_WGMMA("f16", SIGNPOST_ADDED, "1");
+}
+template <bool FIRST>
+__device__ __forceinline__ void multiply_together(float (&sum)[8][4], const unsigned (&a)[4], unsigned long long cores, BF16) {
+    if constexpr (FIRST) SIGNPOST_WGMMA("bf16", SIGNPOST_WRITTEN, "0");
+    else SIGNPOST_WGMMA("bf16", SIGNPOST_ADDED, "1");
+}
+// Nobody reads sums before.
+__device__ __forceinline__ void end_products(float (&sum)[8][4]) {
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SIGNPOST_SUMS(SIGNPOST_ADDED)::"memory");
+}
+#undef SIGNPOST_WGMMA
+#undef SIGNPOST_ADDED
+#undef SIGNPOST_WRITTEN
+#undef SIGNPOST_SUMS
+#endif
+
 // sum += a b: 16 x 8 times 8 x 8 halves.
 __device__ __forceinline__ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"

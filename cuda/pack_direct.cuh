@@ -55,10 +55,12 @@ struct Direct {
             even = evenly(rows);
             fetch(0);
         }
+        const bool works = TOGETHER ? unit / 4 * 4 < page.params.sequences * pages * UNITS : there;
         bring(0);
         copy_wait();
+        if constexpr (TOGETHER) show_products();
         __syncthreads();
-        if (!there && !OWN) return;
+        if (!works && !OWN) return;
 #pragma unroll 1
         for (int head = 0; head < page.heads; ++head) {
             // Two groups of copies a turn: what warps share of the next head, for which they wait in the end, and its numbers, for which each waits when it takes them.
@@ -66,18 +68,22 @@ struct Direct {
                 if (head + 1 < page.heads) bring(head + 1);
                 copy_commit();
             }
-            if (there) {
-                copy_pending<OWN ? 1 : 0>();
-                __syncwarp();
+            if (works) {
                 All x;
-                x.load(vectors);
                 Few few;
-                if constexpr (S::OUTLIER_SKETCH > 0) gather(few, vectors, page.first_head + head);
-                __syncwarp();
-                if (head + 1 < page.heads) fetch(head + 1);  // while this one is packed
-                copy_commit();
+                if (there) {
+                    copy_pending<OWN ? 1 : 0>();
+                    __syncwarp();
+                    x.load(vectors);
+                    if constexpr (S::OUTLIER_SKETCH > 0) gather(few, vectors, page.first_head + head);
+                    __syncwarp();
+                    if (head + 1 < page.heads) fetch(head + 1);  // while this one is packed
+                    copy_commit();
+                } else {
+                    x.clear();
+                }
                 if constexpr (S::SKETCH > 0) {
-                    sketch(x, few, head);
+                    sketch(x, few, head, there);
                 } else if constexpr (S::BANDED > 0) {
                     rotate_bands(x, head);
                 } else {
@@ -100,7 +106,8 @@ struct Direct {
     }
 
     // HELD: matrices are in shared memory. OWN: heads have matrices and tables of their own, which come one after the other, each while those before it are used.
-    static constexpr bool HELD = P::HELD != 0, OWN = S::ROTATE == 2;
+    // TOGETHER: warps of a warpgroup multiply together, also those that have no tokens.
+    static constexpr bool HELD = P::HELD != 0, OWN = S::ROTATE == 2, TOGETHER = P::TOGETHER != 0;
     static_assert(!OWN || A::HEADS == L::MATRICES, "tables of so many heads");
 
     // Asks for what warps share of a head, or of all heads.
@@ -223,16 +230,22 @@ struct Direct {
 
     // ---- sketches ----
 
-    __device__ __forceinline__ void sketch(All& x, const Few& few, int head) {
+    // there: whether the warp has tokens; or else others need it where they multiply together.
+    __device__ __forceinline__ void sketch(All& x, const Few& few, int head, bool there) {
         const int h = page.first_head + head;
-        unsigned char* to = page.head_page(h);
-        if constexpr (S::OUTLIER_SKETCH > 0) {
-            store_norms(few, to + S::OUTLIER_NORMS);
-            signs<false, S::OUTLIER_SKETCH>(few, page.params.outlier_sketch + h * (S::OUTLIER_SKETCH / 16 * P::OUTLIER_STEPS * 32), to + S::OUTLIER_SIGNS);
-            x.keep(page.params.kept_words + h * (A::D / 8));
+        unsigned char* to = nullptr;
+        if (!TOGETHER || there) {
+            to = page.head_page(h);
+            if constexpr (S::OUTLIER_SKETCH > 0) {
+                store_norms(few, to + S::OUTLIER_NORMS);
+                signs<false, S::OUTLIER_SKETCH>(few, page.params.outlier_sketch + h * (S::OUTLIER_SKETCH / 16 * P::OUTLIER_STEPS * 32), to + S::OUTLIER_SIGNS);
+                x.keep(page.params.kept_words + h * (A::D / 8));
+            }
+            store_norms(x, to + S::NORMS);
+            to += S::SIGNS;
         }
-        store_norms(x, to + S::NORMS);
-        signs<HELD, S::SKETCH>(x, matrix(head), to + S::SIGNS);
+        if constexpr (TOGETHER) signs_together<S::SKETCH>(x, to, there);
+        else signs<HELD, S::SKETCH>(x, matrix(head), to);
     }
 
     // Outlier channels' numbers, from where all of the head's wait.
@@ -267,43 +280,84 @@ struct Direct {
 
     template <bool IS_HELD, int M, int STEPS>
     __device__ __forceinline__ void signs(const Numbers<STEPS>& x, const uint4* matrix, unsigned char* to) const {
-        constexpr int WORDS = M / 32, TOGETHER = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;  // words that are stored together
-        const int lane = threadIdx.x % 32, mine = lane % 4;                                     // the group whose words this lane stores
+        constexpr int WORDS = M / 32, AT_ONCE = words_at_once(WORDS);
 #pragma unroll 1
-        for (int first = 0; first < WORDS; first += TOGETHER) {
-            unsigned words[TOGETHER] = {};
+        for (int first = 0; first < WORDS; first += AT_ONCE) {
+            unsigned words[AT_ONCE] = {};
 #pragma unroll 1
-            for (int i = 0; i < TOGETHER; ++i) {
+            for (int i = 0; i < AT_ONCE; ++i) {
                 float sum[2][TILES][2][4];
                 x.template multiply<IS_HELD>(sum, matrix, {2 * (first + i), 2 * (first + i) + 1});
                 unsigned signs[GROUPS][2];  // of one column in two
 #pragma unroll
                 for (int k = 0; k < GROUPS * 2; ++k) signs[k / 2][k % 2] = join_halves(signs_of_sums(sum[0][k / 4], k % 4), signs_of_sums(sum[1][k / 4], k % 4));
-                const unsigned word = word_of_mine(signs);
+                unsigned negative[4] = {};
 #pragma unroll
-                for (int k = 0; k < TOGETHER; ++k) {
+                for (int group = 0; group < GROUPS; ++group) negative[group] = negative_bits(signs[group]);
+                const unsigned word = word_of_mine(negative);
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
                     if (k == i) words[k] = word;
                 }
             }
-            unsigned* there = reinterpret_cast<unsigned*>(to) + A::token(page.slice, mine * 8 + lane / 4) * WORDS + first;
-            if (mine >= GROUPS) {
-                // no token
-            } else if constexpr (TOGETHER == 4) {
-                *reinterpret_cast<uint4*>(there) = make_uint4(words[0], words[1], words[2], words[3]);
-            } else if constexpr (TOGETHER == 2) {
-                *reinterpret_cast<uint2*>(there) = make_uint2(words[0], words[1]);
-            } else {
-                *there = words[0];
-            }
+            store_words<WORDS>(words, to, first);
         }
     }
 
-    // Signs of 32 sums of token r of the lane's group, lane % 4, if there are so many groups.
-    static __device__ __forceinline__ unsigned word_of_mine(const unsigned (&signs)[GROUPS][2]) {
-        const int lane = threadIdx.x % 32;
-        unsigned words[4] = {};
+    // The same by whole warpgroups, 64 columns at once, of the matrix in shared memory.
+    template <int M>
+    __device__ __forceinline__ void signs_together(const All& x, unsigned char* to, bool there) const {
+        constexpr int WORDS = M / 32, AT_ONCE = words_at_once(WORDS);
+        const unsigned long long cores = cores_from<A::D>(page.shared + L::MATRIX_AT);
+#pragma unroll 1
+        for (int first = 0; first < WORDS; first += AT_ONCE) {
+            unsigned words[AT_ONCE];
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) words[group] = negative_bits(signs[group]);
+            for (int i = 0; i < AT_ONCE; i += 2) {
+                unsigned negative[2][4] = {};
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    float sum[8][4];
+                    x.multiply_with_group(sum, tile, cores + cores_beyond<A::D>(0, 4 * (first + i)));
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {  // words, tokens r and r + 8
+                        unsigned signs[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int at = k / 2 * 4, which = k % 2 * 2 + e;
+                            signs[e] = join_halves(signs_of(sum[at][which], sum[at + 1][which]), signs_of(sum[at + 2][which], sum[at + 3][which]));
+                        }
+                        negative[k / 2][2 * tile + k % 2] = negative_bits(signs);
+                    }
+                }
+                words[i] = word_of_mine(negative[0]), words[i + 1] = word_of_mine(negative[1]);
+            }
+            if (there) store_words<WORDS>(words, to, first);
+        }
+    }
+
+    // Words that are stored at once.
+    static __device__ __forceinline__ constexpr int words_at_once(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
+
+    // Each lane's of one token: words from `first` on of its sketch's.
+    template <int WORDS, int N>
+    __device__ __forceinline__ void store_words(const unsigned (&words)[N], unsigned char* to, int first) const {
+        const int lane = threadIdx.x % 32, mine = lane % 4;  // the group whose words this lane stores
+        unsigned* there = reinterpret_cast<unsigned*>(to) + A::token(page.slice, mine * 8 + lane / 4) * WORDS + first;
+        if (mine >= GROUPS) {
+            // no token
+        } else if constexpr (N == 4) {
+            *reinterpret_cast<uint4*>(there) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else if constexpr (N == 2) {
+            *reinterpret_cast<uint2*>(there) = make_uint2(words[0], words[1]);
+        } else {
+            *there = words[0];
+        }
+    }
+
+    // Signs of 32 sums of token r of the lane's group, lane % 4, if there are so many groups, from the lane's bits of all groups.
+    static __device__ __forceinline__ unsigned word_of_mine(const unsigned (&words)[4]) {
+        const int lane = threadIdx.x % 32;
         // Lanes of four first give each other the groups of their own parity, then of their own half.
         const bool odd = lane & 1, late = lane & 2;
         unsigned even = odd ? words[1] : words[0], far = odd ? words[3] : words[2];

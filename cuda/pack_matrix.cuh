@@ -19,6 +19,18 @@ __device__ __forceinline__ const uint4* fragments(const uint4* matrix, int steps
     return matrix + sixteen * steps * 32 + threadIdx.x % 32;
 }
 
+// Or a matrix [K][N] comes as cores, for `multiply_together` (runtime/fragments.py: cores): [N / 8][K / 8] of them, each [8 columns][8 rows], 128 bytes. What tells the instruction where
+// they lie: the first one; the distances from one to the next of the same columns, and of the same rows. All in units of 16 bytes.
+template <int K>
+__device__ __forceinline__ unsigned long long cores_from(const void* place) {
+    constexpr unsigned long long CORE = 8, COLUMNS = K / 8 * CORE;
+    const unsigned start = static_cast<unsigned>(shared_address(place)) % (1u << 18) / 16;
+    return __shfl_sync(ALL_LANES, start, 0) | CORE << 16 | COLUMNS << 32;  // from one lane, so that the compiler sees that it is all lanes'
+}
+// The same a step of 16 rows, or eight columns, further on.
+template <int K>
+__device__ __forceinline__ constexpr unsigned long long cores_beyond(int step, int eight) { return 16 * step + eight * K; }
+
 // Two neighbouring floats as their bfloat16 pieces. The last piece is exact.
 __device__ __forceinline__ void split(float x, float y, unsigned (&pieces)[3]) {
 #pragma unroll
@@ -106,6 +118,11 @@ struct Vectors {
         }
     }
 
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < TILES * STEPS * 4; ++i) words[i / 4 / STEPS][i / 4 % STEPS][i % 4] = 0u;
+    }
+
     // Clears channels whose mask is 0. mask: [4][2 STEPS] words of two channels each, those of each lane of four in the order of steps and halves.
     __device__ __forceinline__ void keep(const uint4* mask) {
 #pragma unroll
@@ -147,6 +164,16 @@ struct Vectors {
 #pragma unroll
         for (int i = 0; i < TILES * STEPS * 4; ++i) found = found || !finite_pair(words[i / 4 / STEPS][i / 4 % STEPS][i % 4], Half());
         return found;
+    }
+
+    // With the other warps of the warpgroup, tokens r and r + 8 of the tile times 64 columns, whose cores begin at `cores`: sum[i] has columns 8 i + 2 c and the next.
+    __device__ __forceinline__ void multiply_with_group(float (&sum)[8][4], int tile, unsigned long long cores) const {
+        static_assert(!TURNED, "vectors are the first operand");
+        begin_products();
+        multiply_together<true>(sum, words[tile][0], cores, Half());
+#pragma unroll
+        for (int step = 1; step < STEPS; ++step) multiply_together<false>(sum, words[tile][step], cores + cores_beyond<16 * STEPS>(step, 0), Half());
+        end_products(sum);
     }
 
     // HELD: the matrix is in shared memory. sum[p][tile][i]: products with columns of sixteen which[p]: tokens r and r + 8 of the tile, columns 8 i + 2 c and the

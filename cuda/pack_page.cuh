@@ -16,6 +16,7 @@
 //                   or in REGISTERS, see pack_direct.cuh
 //                   of Store::REGISTERS, TOKENS of a warp and HEADS whose tables are there at once
 //   HELD            of Store::REGISTERS, 1: matrices that all warps multiply with are in shared memory
+//   TOGETHER        with HELD, 1: it is a sketch's, as cores, and four warps multiply with it together (pack_matrix.cuh)
 //   THREADS         of a CTA
 #pragma once
 

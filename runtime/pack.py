@@ -23,7 +23,7 @@ from artifacts import PageGeometry, Rope
 from artifacts.geometry import SEGMENT_PAGES
 from runtime import jit, pack_codebook, pieces
 from runtime.codec import Codec, PagePool
-from runtime.fragments import as_they_stand, whole
+from runtime.fragments import as_they_stand, cores, whole
 from runtime.jit import KernelError
 from runtime.pack_factors import Factors, Launch, columns, layers_together
 from runtime.pack_params import LAYERS_AT_ONCE, Params, Source, layers_type
@@ -36,6 +36,7 @@ from runtime.pack_units import (
     pack_unit,
     plan,
     sketch_plan,
+    sketched_together,
 )
 from runtime.parts import banded, dense, lowrank
 from runtime.rope import Rotation
@@ -96,7 +97,7 @@ class Packer:
         self.at_once = min(len(self.codecs), LAYERS_AT_ONCE)
         self.unit = pack_unit(name, geometry, rope, dtype, arch, self.at_once)
         self.kernel = jit.load(self.unit, self.device).kernel("pack")
-        self.tables = [device_tables(codec, rotation if rope else None, dtype) for codec in self.codecs]
+        self.tables = [device_tables(codec, rotation if rope else None, dtype, arch) for codec in self.codecs]
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._debug = jit.switch("SIGNPOST_DEBUG")
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -396,20 +397,20 @@ def scalings(rope: Rope) -> tuple[float, float]:
     return rope.scaling, float(1.0 / squared)
 
 
-def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the kernel for numbers of `dtype` reads, contiguous, by the names in `Params`.
+def device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype, arch: str) -> dict[str, Tensor]:
+    """What the kernel of `arch` for numbers of `dtype` reads, contiguous, by the names in `Params`.
 
-    float32 but for masks, codebooks and bands (uint8), for matrices, which are fragments (int16) as
+    float32 but for masks, codebooks and bands (uint8), for matrices, which are fragments or cores (int16) as
     `cuda/pack_matrix.cuh` has them, and for outlier channels and words of masks (int16). They are made once. Raises
     KernelError where a head has more outlier channels than the format allows.
     """
-    key = rotation, dtype
+    key = rotation, dtype, arch
     if key not in codec.derived:
-        codec.derived[key] = _device_tables(codec, rotation, dtype)
+        codec.derived[key] = _device_tables(codec, rotation, dtype, arch)
     return codec.derived[key]
 
 
-def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype, arch: str) -> dict[str, Tensor]:
     fmt, tables = codec.geometry.format, codec.tables
     direct = is_direct(codec.geometry, dtype)
     piece, order = (dtype, as_they_stand(codec.geometry.shape.d)) if direct else (torch.bfloat16, None)
@@ -439,7 +440,8 @@ def _device_tables(codec: Codec, rotation: Rotation | None, dtype: torch.dtype) 
         # What factors leave are halves, which go another way.
         if fmt.lowrank:
             direct, piece, order = True, torch.float16, as_they_stand(codec.geometry.shape.d)
-        found["sketch"] = whole(tables["sketch"].T, piece, order)
+        together = sketched_together(codec.geometry, dtype, arch)
+        found["sketch"] = cores(tables["sketch"].T, piece) if together else whole(tables["sketch"].T, piece, order)
     if fmt.sketch and fmt.sketch.outliers:
         found["outlier_mask"] = tables["outlier_mask"]
         if direct:

@@ -50,6 +50,7 @@ class Plan:
     workspace: int  # bytes of a CTA
     units: int = 0  # of a page, if warps pack them (`cuda/pack_direct.cuh`)
     held: bool = False  # matrices are in shared memory
+    together: bool = False  # four warps multiply with them together
 
     def launch(self, h_kv: int, pages: int, b: int, layers: int, processors: int) -> tuple[tuple[int, int, int], int]:
         """The grid that packs so many pages of b sequences of each layer, and how many heads a CTA takes in turn.
@@ -253,7 +254,15 @@ def _direct_plan(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> Plan:
     return Plan(
         "NONE", 0, 0, tokens, cut.heads, 1, False, "REGISTERS", threads, blocks, size, 0,
         units=shape.t // tokens, held=held > 0,
+        together=held > 0 and arch == "sm_90a" and fmt.sketch is not None and rows % 64 == 0,
     )  # fmt: skip
+
+
+def sketched_together(geometry: PageGeometry, dtype: torch.dtype, arch: str) -> bool:
+    """Whether a sketch's matrix is read as cores (`fragments.cores`): `Plan.together` of what packs it."""
+    if geometry.format.lowrank:
+        return sketch_plan(geometry, arch).together
+    return is_direct(geometry, dtype) and _direct_plan(geometry, dtype, arch).together
 
 
 def outlier_steps(geometry: PageGeometry) -> int:
@@ -322,6 +331,7 @@ def _unit(
         "CTAS": p.ctas,
         "CLUSTER": int(p.cluster),
         "HELD": int(p.held),
+        "TOGETHER": int(p.together),
         "THREADS": p.threads,
         "OUTLIER_STEPS": outlier_steps(geometry),
     }

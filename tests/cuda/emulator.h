@@ -151,6 +151,32 @@ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
     }
 }
 
+inline void show_products() {}
+inline void begin_products() {
+    emulator::Barrier& barrier = emulator::current->block->groups[emulator::current->thread / 128];
+    barrier.members = 128;
+    emulator::meet(barrier);
+}
+inline void end_products(float (&)[8][4]) {}
+// Cores: where the first one is, and the distances between those of the same columns and of the same rows, in units of 16 bytes.
+template <bool FIRST, typename Half>
+void multiply_together(float (&sum)[8][4], const unsigned (&a)[4], unsigned long long cores, Half) {
+    const uint64_t mine[2] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32};
+    uint64_t all[2][32];
+    for (int i = 0; i < 2; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
+    const int lane = emulator::current->thread % 32, start = cores % (1 << 14), next = cores >> 16 & 0x3FFF, eight = cores >> 32 & 0x3FFF;
+    for (int i = 0; i < 32; ++i) {
+        const int row = lane / 4, upper = i / 2 % 2, column = lane % 4 * 2 + i % 2;
+        double total = FIRST ? 0.0 : sum[i / 4][i % 4];
+        for (int k = 0; k < 16; ++k) {
+            const unsigned pair = static_cast<unsigned>(all[k / 8][row * 4 + k % 8 / 2] >> 32 * upper);
+            const auto* core = reinterpret_cast<const unsigned*>(at_shared(16 * (start + i / 4 * eight + k / 8 * next) | emulator::current->block->rank << 24));
+            total += static_cast<double>(widen(half_of<Half>(pair, k % 2))) * widen(half_of<Half>(core[column * 4 + k % 8 / 2], k % 2));
+        }
+        sum[i / 4][i % 4] = static_cast<float>(total);
+    }
+}
+
 template <typename Half = F16>
 void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
     multiply_tile(sum, {a0, a1, 0, 0}, b, 0, Half());

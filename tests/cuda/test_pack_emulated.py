@@ -62,7 +62,7 @@ class Emulated:
         self.plan = pack_units.plan(geometry, rope, dtype, arch)
         self.module = Module(pack_units.pack_unit("pack", geometry, rope, dtype, arch), races)
         self.kernel = self.module.kernel("pack")
-        self.tables = pack.device_tables(codec, rotation if rope else None, dtype)
+        self.tables = pack.device_tables(codec, rotation if rope else None, dtype, arch)
         self.status = torch.zeros(1, dtype=torch.int32)
         self.params = Params(scaling=1.0, unscaling=1.0, prompt_first=pack.NO_PROMPT)
         self.params.status = self.status.data_ptr()
@@ -286,7 +286,7 @@ def test_layers_at_once(index):
     for i, (codec, pool) in enumerate(zip(codecs, pools[0], strict=True)):
         x = numbers("grid", (n, shape.h_kv, shape.d), i, torch.float16)
         ring = ring_of(x, n, window.recent + shape.t, window.sinks)[None]
-        tables = pack.device_tables(codec, rotation if index == 0 else None, torch.float16)
+        tables = pack.device_tables(codec, rotation if index == 0 else None, torch.float16, "sm_90a")
         kept.append((tables, ring))
         params = Params.from_buffer_copy(first.params)
         for name, tensor in (tables | {"table": table, "heads": pool.heads, "records": pool.records}).items():
@@ -333,7 +333,7 @@ def test_more_outlier_channels_than_the_format_has():
     tensors = exact_tensors(geometry.format, geometry.shape.h_kv, geometry.shape.d)
     tensors["outlier_mask"] = np.ones_like(tensors["outlier_mask"])
     with pytest.raises(pack.KernelError, match="outlier_mask has 256 channels of one head, the format has room for 32"):
-        pack.device_tables(Codec(geometry, tensors), None, torch.float16)
+        pack.device_tables(Codec(geometry, tensors), None, torch.float16, "sm_90a")
 
 
 def test_a_page_from_window_and_prompt():
