@@ -36,11 +36,16 @@ def check_bits(bits: int) -> None:
         raise FormatError(f"bits={bits} is not supported: allowed are {', '.join(map(str, BITS))}")
 
 
+def field_bits(bits: int) -> int:
+    """From a code of a word to the next. Raises FormatError for an unknown width."""
+    check_bits(bits)
+    return 4 if bits == 3 else bits
+
+
 @cache
 def pieces(bits: int) -> tuple[Piece, ...]:
     """The pieces of one run, ordered by code and then by bit. Raises FormatError for an unknown width."""
-    check_bits(bits)
-    stride = 4 if bits == 3 else bits  # from a code of a word to the next
+    stride = field_bits(bits)
     per_word = 32 // stride
     whole = [Piece(i, i // per_word, stride * (i % per_word), bits, 0) for i in range(per_word * bits)]
     spread = [(i, low) for i in range(RUN - len(whole)) for low in range(bits)]

@@ -3,27 +3,39 @@
 import torch
 from torch import Tensor
 
-from artifacts.codes import RUN, pieces
+from artifacts.codes import RUN, field_bits
 from artifacts.fields import PageShape
 from artifacts.order import TILE, code_order, word_order
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs integer codes [..., c] below 2**bits into int32 words [..., c / 32, bits]; c is a multiple of 32."""
-    runs = codes.unflatten(-1, (-1, RUN)).to(torch.int64)
-    words = runs.new_zeros(*runs.shape[:-1], bits)
-    for p in pieces(bits):
-        words[..., p.word] |= ((runs[..., p.code] >> p.low) & ((1 << p.width) - 1)) << p.shift
-    return words.to(torch.int32)  # keeps the low 32 bits
+    stride = field_bits(bits)
+    runs = codes.unflatten(-1, (-1, RUN)).to(torch.int32)
+    whole = 32 // stride * bits
+    words = runs[..., :whole].unflatten(-1, (bits, -1))  # fields of words
+    if whole < RUN:
+        words = words | ((runs[..., None, whole:] >> _column(bits, words.device)) & 1) << bits
+    while words.shape[-1] > 1:  # neighbours become one, of twice the bits
+        words = words[..., ::2] | words[..., 1::2] << stride
+        stride *= 2
+    return words.squeeze(-1)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Inverse of `pack`: int32 words [..., r, bits] to int64 codes [..., 32 r]."""
-    words = words.to(torch.int64)
-    runs = words.new_zeros(*words.shape[:-1], RUN)
-    for p in pieces(bits):
-        runs[..., p.code] |= ((words[..., p.word] >> p.shift) & ((1 << p.width) - 1)) << p.low
-    return runs.flatten(-2)
+    stride = field_bits(bits)
+    fields = words[..., None] >> torch.arange(0, 32, stride, dtype=torch.int32, device=words.device)
+    runs = (fields & ((1 << bits) - 1)).flatten(-2)
+    if runs.shape[-1] < RUN:
+        spread = ((fields >> bits) & 1) << _column(bits, words.device)
+        runs = torch.cat([runs, spread.sum(-2, dtype=torch.int32)], -1)
+    return runs.flatten(-2).to(torch.int64)
+
+
+def _column(bits: int, device: torch.device) -> Tensor:
+    """Which bit of the last codes a word has, where a field's top bit is theirs: int32 [bits, 1]."""
+    return torch.arange(bits, dtype=torch.int32, device=device)[:, None]
 
 
 def pack_page(codes: Tensor, shape: PageShape, bits: int, masked: bool) -> Tensor:

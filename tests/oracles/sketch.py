@@ -1,5 +1,7 @@
 """Oracle of QJL in float64, vector by vector, as the paper's definition 1 and equation 3 write it."""
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,7 @@ def signs(s: Array, k: Array) -> Array:
     return np.where(s.astype(np.float64) @ k.astype(np.float64) >= 0, 1.0, -1.0)
 
 
+@cache
 def mean_size(d: int) -> float:
     """E|x| of one coordinate x of a vector uniform on the sphere of radius sqrt(d), by integrating its density.
 
