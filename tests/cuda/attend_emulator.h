@@ -8,7 +8,7 @@
 
 #include "fibers.h"
 
-#define blockDim (emulator::Index{static_cast<int>(emulator::current->block->warps.size()) * 32, 1, 1})
+#define blockDim (emulator::Index{emulator::block_threads(), 1, 1})
 #define SIGNPOST_SHARED_START 0
 
 // ---- numbers ----
@@ -105,58 +105,12 @@ inline void add_shared(unsigned to, int x, bool there = true) {
     if (there) atomicAdd(reinterpret_cast<int*>(shared_memory() + to), x);
 }
 
-inline double half_number(uint64_t bits, int which) {
-    const unsigned short one = static_cast<unsigned short>(bits >> 16 * which);
-    _Float16 y;
-    std::memcpy(&y, &one, 2);
-    return static_cast<double>(y);
-}
-
-// All lanes' operands: a[0] and a[1], a[2] and a[3], both of b.
-inline void gather(uint64_t (&all)[3][32], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const uint64_t mine[3] = {a[0] | static_cast<uint64_t>(a[1]) << 32, a[2] | static_cast<uint64_t>(a[3]) << 32, b0 | static_cast<uint64_t>(b1) << 32};
-    for (int i = 0; i < 3; ++i) std::memcpy(all[i], emulator::exchange(mine[i]), sizeof(all[i]));
-}
-
-inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    uint64_t all[3][32];
-    gather(all, a, b0, b1);
-    const int lane = emulator::current->thread % 32;
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            sum += half_number(all[k / 8][row * 4 + k % 8 / 2], 2 * upper + k % 2) * half_number(all[2][column * 4 + k % 8 / 2], k / 8 * 2 + k % 2);
-        }
-        d[i] = static_cast<float>(sum);
-    }
-}
-
-// Bytes of a, which are First, times bytes of b, which are Second.
-template <typename First, typename Second>
-void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    uint64_t all[3][32];
-    gather(all, a, b0, b1);
-    const int lane = emulator::current->thread % 32;
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4, upper = i / 2, column = lane % 4 * 2 + i % 2;
-        long long sum = d[i];
-        for (int k = 0; k < 32; ++k) {
-            const First x = static_cast<First>(all[k / 16][row * 4 + k % 16 / 4] >> (32 * upper + 8 * (k % 4)));
-            const Second y = static_cast<Second>(all[2][column * 4 + k % 16 / 4] >> (k / 16 * 32 + 8 * (k % 4)));
-            sum += static_cast<int>(x) * static_cast<int>(y);
-        }
-        if (sum != static_cast<int>(sum)) {
-            std::fprintf(stderr, "a sum of bytes overflows\n");
-            std::abort();
-        }
-        d[i] = static_cast<int>(sum);
-    }
-}
-inline void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, signed char>(d, a, b0, b1); }
-inline void mma_of_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<unsigned char, signed char>(d, a, b0, b1); }
-inline void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<signed char, unsigned char>(d, a, b0, b1); }
-inline void mma_all_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_bytes<unsigned char, unsigned char>(d, a, b0, b1); }
+void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+// Bytes of a times bytes of b, signed or not.
+void mma_signed(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+void mma_of_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+void mma_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+void mma_all_unsigned(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 inline uint4 load_again(const uint4* from) { return *from; }
 inline unsigned masked(unsigned a, unsigned b) { return a & b; }
@@ -207,7 +161,7 @@ inline void prefetch(const void* from) {
 }
 inline float log2_fast(float x) { return std::log2(x); }
 inline void group_barrier(int id, int threads) {
-    emulator::Barrier& barrier = emulator::current->block->groups[id];
+    emulator::Barrier& barrier = emulator::group(id);
     if (id < 1 || id > 15 || (barrier.members && barrier.members != threads)) {
         std::fprintf(stderr, "barrier %d of %d threads, before of %d\n", id, threads, barrier.members);
         std::abort();
@@ -215,11 +169,11 @@ inline void group_barrier(int id, int threads) {
     barrier.members = threads;
     emulator::meet(barrier);
 }
-inline void make_meeting(unsigned at, int warps) { emulator::current->block->arrivals[at].warps = warps; }
+inline void make_meeting(unsigned at, int warps) { emulator::arrivals(at).warps = warps; }
 inline void arrive(unsigned at) {
     __syncwarp();
     if (emulator::current->thread % 32) return;
-    emulator::Arrivals& come = emulator::current->block->arrivals[at];
+    emulator::Arrivals& come = emulator::arrivals(at);
     SIGNPOST_ARRIVES(come);
     if (++come.arrived < come.warps) return;
     std::memcpy(come.clock[1], come.clock[0], sizeof(come.clock[0]));
@@ -227,7 +181,7 @@ inline void arrive(unsigned at) {
     come.arrived = 0, ++come.meetings, ++emulator::progress;
 }
 inline void await_arrivals(unsigned at, unsigned parity) {
-    emulator::Arrivals& come = emulator::current->block->arrivals[at];
+    emulator::Arrivals& come = emulator::arrivals(at);
     if (!come.warps) {
         std::fprintf(stderr, "nobody made the meeting at %u\n", at);
         std::abort();

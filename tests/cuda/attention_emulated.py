@@ -40,8 +40,7 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         assert before in source
         source = source.replace(before, after)
     source += (
-        ('extern "C" int races_found() { return races::found; }\n' if races else "")
-        + 'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
+        'extern "C" int attend_shared_bytes() { return Plan::SHARED; }\n'
         'extern "C" void run_attend(int grid, int tiles, int, const signpost::AttendParams* params) {\n'
         "    emulator::launch([&] { attend(*params); }, grid, tiles, 1, Plan::THREADS, 1, Plan::SHARED, 0xFF);\n}\n"
         'extern "C" void run_merge(int pairs, int rows, int slices, const signpost::MergeParams* params) {\n'
@@ -52,9 +51,9 @@ def build(source: str, races: bool = False, arch: int = 900) -> ctypes.CDLL:
         f"{WRITE_THREADS}, 1, 16, 0xFF);\n}}\n"
     )
     # To compile takes longer than to run, but where accesses are watched.
-    flags = WATCHED if races else ("-O0",)
-    flags += ("-g1", "-fno-strict-aliasing", f"-D__CUDA_ARCH__={arch}")
-    return ctypes.CDLL(str(compiled(source, "attend_emulator.h", flags, ("-ldl",))))
+    flags = (*WATCHED, "-g1") if races else ("-O0",)
+    flags += ("-fno-strict-aliasing", f"-D__CUDA_ARCH__={arch}")
+    return ctypes.CDLL(str(compiled(source, "attend_emulator.h", flags)))
 
 
 class Kernel:

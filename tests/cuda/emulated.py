@@ -20,8 +20,9 @@ from runtime.sources import kernel_folder
 
 HERE = Path(__file__).parent
 POISON = 0xFF  # bytes of shared memory
-# So that accesses to shared memory are seen: tests/cuda/races.h takes the place of what the option would link.
-WATCHED = ("-O1", "-DSIGNPOST_RACES", "-fsanitize=thread", "-fno-gnu-unique")
+# So that accesses to shared memory are seen: tests/cuda/races.cpp takes the place of what the option would link.
+RACES = "-DSIGNPOST_RACES"
+WATCHED = ("-O1", RACES, "-fsanitize=thread", "-fno-gnu-unique")
 
 
 @functools.cache
@@ -34,9 +35,10 @@ def folder() -> Path:
     return Path(_temporary().name)
 
 
-def compiled(source: str, emulator: str, flags: tuple[str, ...], link: tuple[str, ...] = ()) -> Path:
+def compiled(source: str, emulator: str, flags: tuple[str, ...]) -> Path:
     """A library of C++ that begins with its includes of kernels, behind those of an emulator. What equal includes say
-    is compiled once."""
+    is compiled once, and so is what of an emulator is in files of its own: with that and with all of the C++ library,
+    linking would take a tenth of a second for each kernel."""
     name = hashlib.sha256("\0".join((source, emulator, *flags)).encode()).hexdigest()
     path = folder() / f"{name}.cpp"
     library = path.with_suffix(".so")
@@ -44,7 +46,19 @@ def compiled(source: str, emulator: str, flags: tuple[str, ...], link: tuple[str
         headers = precompiled((emulator, *re.findall(r'#include "(.+)"', source)), flags)
         path.write_text(f'#include "{headers.name}"\n{source}')
         _gcc(*flags, "-c", "-o", str(path.with_suffix(".o")), str(path))
-        _gcc("-shared", "-o", str(library), str(path.with_suffix(".o")), *link)
+        needed = support(emulator, RACES in flags)
+        _gcc("-shared", "-nostdlib", "-o", str(library), str(path.with_suffix(".o")), str(needed), "-lgcc")
+    return library
+
+
+@functools.cache
+def support(emulator: str, races: bool) -> Path:
+    """A library of what of an emulator is the same for all kernels. It is optimized: every thread comes by."""
+    sources = [HERE / "fibers.cpp", *([HERE / "races.cpp"] if races else [])]
+    own = (HERE / emulator).with_suffix(".cpp")
+    sources += [own] if own.exists() else []
+    library = folder() / f"{own.stem}{'-races' if races else ''}.so"
+    _gcc("-O2", *([RACES] if races else []), "-shared", "-o", str(library), *map(str, sources), "-ldl")
     return library
 
 
@@ -65,7 +79,7 @@ def _gcc(*options: str) -> None:
 
 def build(unit: Unit, races: bool = False) -> ctypes.CDLL:
     """`run_ENTRY(x, y, z, threads, shared, params)` for each entry, and `params_size`. races: it finds those in shared
-    memory, of a cluster's last CTA (tests/cuda/races.h), and `races_found()` says how many."""
+    memory, of a cluster's last CTA (tests/cuda/races.h), and `races_found()` says how many since it was last asked."""
     cluster = re.search(r"__cluster_dims__\((\d+)", unit.source)
     at_once = cluster[1] if cluster else 1
     runs = "".join(
@@ -75,9 +89,7 @@ def build(unit: Unit, races: bool = False) -> ctypes.CDLL:
         for entry in unit.entries
     )
     text = f'{unit.source}extern "C" int params_size = sizeof(Layers);\n{runs}'
-    if races:
-        text += 'extern "C" int races_found() { return races::found; }\n'
-    return ctypes.CDLL(str(compiled(text, "emulator.h", WATCHED if races else ("-O1",), ("-ldl",))))
+    return ctypes.CDLL(str(compiled(text, "emulator.h", WATCHED if races else ("-O1",))))
 
 
 class Kernel:

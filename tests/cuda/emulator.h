@@ -60,7 +60,7 @@ inline void copy_wait() {
     copy_commit();
     copy_pending<0>();
 }
-inline void cluster_sync() { emulator::meet(emulator::current->block->cluster->barrier); }
+inline void cluster_sync() { emulator::meet(emulator::cluster_barrier()); }
 inline void cluster_arrive() {
     if (std::exchange(emulator::current->arrived, true)) std::fprintf(stderr, "a thread comes twice to where its cluster meets\n"), std::abort();
 }
@@ -71,7 +71,7 @@ inline void cluster_await() {
 template <typename N>
 N* remote(N* mine, int rank) {
     emulator::Block* here = emulator::current->block;
-    return reinterpret_cast<N*>(here->cluster->blocks[rank].shared + (reinterpret_cast<unsigned char*>(mine) - here->shared));
+    return reinterpret_cast<N*>(emulator::neighbour(rank).shared + (reinterpret_cast<unsigned char*>(mine) - here->shared));
 }
 
 template <typename N>
@@ -81,7 +81,7 @@ void add_from_before(N& x, int far) {
 }
 
 inline unsigned place_of(unsigned long long* box) { return static_cast<unsigned>(reinterpret_cast<unsigned char*>(box) - emulator::current->block->shared); }
-inline emulator::Mail& mail_of(unsigned long long* box, int rank) { return emulator::current->block->cluster->blocks[rank].mail[place_of(box)]; }
+inline emulator::Mail& mail_of(unsigned long long* box, int rank) { return emulator::mail(place_of(box), rank); }
 // A round of posts ends when all bytes have come that somebody expects.
 inline void deliver(emulator::Mail& mail, int expected, int come) {
     mail.expected += expected, mail.come += come, mail.known |= expected > 0;

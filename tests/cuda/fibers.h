@@ -1,7 +1,8 @@
 // Runs CUDA kernels on a CPU, one fiber a thread, so that kernels are tested where there is no GPU. Threads of a warp run one
 // after the other and meet at shuffles and votes; those of a block at barriers; those of a cluster at its barrier. What it does not
 // show: alignment faults; contraction of products and sums (built without); races, since a fiber runs until it has to wait, but where it
-// is built with -DSIGNPOST_RACES (races.h).
+// is built with -DSIGNPOST_RACES (races.h). What does not depend on the kernel is in fibers.cpp, compiled once and not with every
+// kernel: the compiler takes most of these tests' time.
 #pragma once
 
 #include <algorithm>
@@ -131,12 +132,9 @@ struct Cluster {
     std::vector<Block> blocks;
 };
 
-inline Index grid;
-inline Fiber* current;
-inline jmp_buf scheduler;
-inline ucontext_t scheduler_context;
-inline void (*body)();
-inline uint64_t progress;  // meetings and fibers that have ended
+extern Index grid;
+extern Fiber* current;
+extern uint64_t progress;  // meetings and fibers that have ended
 }  // namespace emulator
 
 #ifdef SIGNPOST_RACES
@@ -145,40 +143,26 @@ inline uint64_t progress;  // meetings and fibers that have ended
 
 namespace emulator {
 
-inline void wait() {
-    if (!_setjmp(current->state)) _longjmp(scheduler, 1);
-}
-
-inline void met(Barrier& barrier);
-
+void wait();
 // Waits for all members; returns the generation that met.
-inline unsigned meet(Barrier& barrier, uint64_t vote = 0) {
-    const unsigned mine = barrier.generation;
-    barrier.votes[mine % 2] |= vote;
-    barrier.warps |= 1u << current->thread / 32;
-    if (++barrier.arrived == barrier.members) {
-        barrier.arrived = 0;
-        met(barrier);
-        barrier.votes[(mine + 1) % 2] = 0;
-        ++barrier.generation;
-        ++progress;
-    } else {
-        while (barrier.generation == mine) wait();
-    }
-    return mine;
-}
-
-inline Warp& warp() { return current->block->warps[current->thread / 32]; }
+unsigned meet(Barrier& barrier, uint64_t vote = 0);
+// Of the current thread: its warp, a barrier with a number, a meeting and a mailbox by where they are in shared memory.
+Warp& warp();
+Barrier& group(int id);
+Arrivals& arrivals(unsigned at);
+Mail& mail(unsigned at, int rank);
+Block& neighbour(int rank);  // of the cluster
+Barrier& cluster_barrier();
+int block_threads();
+const uint64_t* exchange_bits(uint64_t mine);
 
 // The values of all lanes.
 template <typename N>
 const uint64_t* exchange(N x) {
     static_assert(sizeof(N) <= 8, "a register or two");
-    Warp& w = warp();
     uint64_t bits = 0;
     std::memcpy(&bits, &x, sizeof(N));
-    w.values[w.barrier.generation % 2][current->thread % 32] = bits;
-    return w.values[meet(w.barrier) % 2];
+    return exchange_bits(bits);
 }
 template <typename N>
 N shuffled(N x, int lane) {
@@ -188,87 +172,16 @@ N shuffled(N x, int lane) {
     return y;
 }
 
-inline void entry() {
-    body();
-    current->done = true;
-    _longjmp(scheduler, 1);
-}
-
 // All blocks of a cluster at once, clusters one after the other. fill: what shared memory holds before.
+void launch(void (*body)(const void*), const void* kernel, int blocks, int sequences, int layers, int threads, int cluster_size, int shared_bytes, unsigned char fill);
 template <typename Kernel>
-void launch(Kernel kernel, int blocks, int sequences, int layers, int threads, int cluster_size, int shared_bytes, unsigned char fill) {
-    static Kernel* kernel_at;
-    kernel_at = &kernel;
-    body = [] { (*kernel_at)(); };
-    grid = {blocks, sequences, layers};
-    constexpr size_t STACK = 128 << 10;
-    std::vector<std::unique_ptr<unsigned char[]>> stacks(cluster_size * threads);
-    for (auto& stack : stacks) stack.reset(new unsigned char[STACK]);
-    for (int row = 0; row < sequences * layers; ++row) {
-        for (int first = 0; first < blocks; first += cluster_size) {
-            Cluster cluster;
-            cluster.barrier.members = cluster_size * threads;
-            cluster.blocks.resize(cluster_size);
-            std::vector<Fiber> fibers(cluster_size * threads);
-            for (int i = 0; i < cluster_size; ++i) {
-                Block& block = cluster.blocks[i];
-                block.index = {first + i, row % sequences, row / sequences};
-                block.rank = i;
-                block.barrier.members = threads;
-                block.warps.resize(threads / 32);
-                for (Warp& w : block.warps) w.barrier.members = 32;
-                block.memory.reset(new unsigned char[shared_bytes + 256]);
-                std::memset(block.memory.get(), fill, shared_bytes + 256);
-                block.shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.memory.get()) + 127) / 128 * 128);
-                block.cluster = &cluster;
-#ifdef SIGNPOST_RACES
-                races::start(&block, block.shared, shared_bytes);
-#endif
-                for (int t = 0; t < threads; ++t) {
-                    fibers[i * threads + t].thread = t;
-                    fibers[i * threads + t].block = &block;
-                }
-            }
-            size_t left = fibers.size();
-            while (left) {
-                const uint64_t before = progress;
-                for (size_t i = 0; i < fibers.size(); ++i) {
-                    Fiber& fiber = fibers[i];
-                    if (fiber.done) continue;
-                    current = &fiber;
-                    if (_setjmp(scheduler)) {
-                        if (current->done) --left, ++progress;
-                        continue;
-                    }
-                    if (fiber.started) _longjmp(fiber.state, 1);
-                    fiber.started = true;
-                    getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = stacks[i].get();
-                    fiber.context.uc_stack.ss_size = STACK;
-                    fiber.context.uc_link = nullptr;
-                    makecontext(&fiber.context, entry, 0);
-                    setcontext(&fiber.context);
-                }
-                if (progress == before) {
-                    std::fprintf(stderr, "%zu threads wait for others that never come\n", left);
-                    std::abort();
-                }
-            }
-#ifdef SIGNPOST_RACES
-            races::stop();
-#endif
-        }
-    }
+void launch(const Kernel& kernel, int blocks, int sequences, int layers, int threads, int cluster_size, int shared_bytes, unsigned char fill) {
+    launch([](const void* at) { (*static_cast<const Kernel*>(at))(); }, &kernel, blocks, sequences, layers, threads, cluster_size, shared_bytes, fill);
 }
 
 }  // namespace emulator
 
 #ifdef SIGNPOST_RACES
-inline void emulator::met(Barrier& barrier) {
-    if (&barrier == &current->block->cluster->barrier) races::join(~0u);
-    else if (&barrier != &warp().barrier && current->block == races::watched) races::join(barrier.warps);
-    barrier.warps = 0;
-}
 #define SIGNPOST_ARRIVES(come) races::arrive((come).clock[0], emulator::current->thread / 32)
 #define SIGNPOST_AWAITED(come) races::awaited((come).clock[1], emulator::current->thread / 32)
 #else
@@ -278,32 +191,13 @@ inline void emulator::met(Barrier& barrier) {
 #define SIGNPOST_SEEN(address, size, kind)
 #define SIGNPOST_POSTED(address, size, box, round)
 #define SIGNPOST_OPENED(box, rounds)
-inline void emulator::met(Barrier&) {}
 #endif
 
 namespace emulator {
 // Asynchronous copies: asked for; all since the last group made one; all groups but the newest ones awaited.
-inline void ask_copy(void* to, const void* from, int bytes) {
-    if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) {
-        std::fprintf(stderr, "a copy of %d bytes is not aligned\n", bytes);
-        std::abort();
-    }
-    current->copies.push_back({to, from, bytes});
-    SIGNPOST_SEEN(to, bytes, COPY_BEGINS);
-}
-inline void commit_copies() {
-    current->pending.push_back(std::move(current->copies));
-    current->copies.clear();
-}
-inline void await_copies(size_t but) {
-    auto& pending = current->pending;
-    for (; pending.size() > but; pending.erase(pending.begin())) {
-        for (const Copy& copy : pending.front()) {
-            std::memcpy(copy.to, copy.from, copy.bytes);
-            SIGNPOST_SEEN(copy.to, copy.bytes, COPY_ENDS);
-        }
-    }
-}
+void ask_copy(void* to, const void* from, int bytes);
+void commit_copies();
+void await_copies(size_t but);
 }  // namespace emulator
 
 #define threadIdx (emulator::Index{emulator::current->thread, 0, 0})

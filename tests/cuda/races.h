@@ -1,5 +1,6 @@
 // Finds races in shared memory of an emulated block: two accesses to a byte, one of them a write, that nothing orders. Compiled with
-// -fsanitize=thread (but not linked with it), so that every access calls one of the functions at the end.
+// -fsanitize=thread (but not linked with it), so that every access of a kernel calls one of the functions at the end of races.cpp, which is
+// compiled without.
 //
 // Warps have vector clocks, which barriers join. Within a warp two lanes' accesses are ordered by __syncwarp and by what of hardware runs in
 // lockstep: shuffles, votes, matrix products and, since lanes exchange their addresses, loads of matrices: who forgets to meet before one of
@@ -8,184 +9,36 @@
 // touched by warps that have awaited it, or have met one that has since.
 #pragma once
 
-#include <dlfcn.h>
-
-#include <array>
-#include <map>
+#include <cstddef>
+#include <cstdint>
 
 #define SIGNPOST_ATOMIC __attribute__((no_sanitize("thread")))
-#define SIGNPOST_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 namespace races {
 
 constexpr int WARPS = 16;
-using Clock = std::array<uint32_t, WARPS>;
 
-struct Access {
-    uint32_t clock = 0;  // of the warp; 0: there was none
-    uint32_t meeting = 0;
-    uint8_t warp = 0, lane = 0;
-};
-struct Byte {
-    Access write;
-    bool copied = false;              // now: by an asynchronous copy
-    unsigned box = 0, round = 0;      // of who posted it last: one more than where its mailbox is, or 0
-    std::array<Access, WARPS> reads;  // the last one of each warp; lane 255: of several lanes since the warp met
-};
+extern const void* watched;  // the block
 
-inline std::array<Clock, WARPS> clocks;
-inline std::vector<Byte> bytes;
-inline const unsigned char* begin = nullptr;  // of what is watched
-inline size_t length = 0;
-inline int found = 0;
-inline bool looking = false;
-inline const void* watched = nullptr;                                // the block
-inline std::map<unsigned, std::array<unsigned, WARPS>> opened;       // of each mailbox, by one more than where it is: rounds that a warp has awaited
-
-SIGNPOST_UNSEEN inline void start(const void* block, const unsigned char* shared, size_t size) {
-    looking = true;
-    watched = block;
-    opened.clear();
-    begin = shared, length = size;
-    bytes.assign(size, Byte());
-    for (int w = 0; w < WARPS; ++w) {
-        clocks[w].fill(0);
-        clocks[w][w] = 1;
-    }
-    looking = false;
-}
-SIGNPOST_UNSEEN inline void stop() { length = 0; }
-
+void start(const void* block, const unsigned char* shared, size_t size);
+void stop();
 // The warps of a mask have met.
-SIGNPOST_UNSEEN inline void join(uint32_t warps) {
-    Clock all{};
-    for (int w = 0; w < WARPS; ++w) {
-        for (int i = 0; i < WARPS && (warps >> w & 1); ++i) all[i] = all[i] < clocks[w][i] ? clocks[w][i] : all[i];
-    }
-    for (int w = 0; w < WARPS; ++w) {
-        if (!(warps >> w & 1)) continue;
-        clocks[w] = all;
-        ++clocks[w][w];
-    }
-    const bool was = looking;
-    looking = true;
-    for (auto& each : opened) {
-        unsigned most = 0;
-        for (int w = 0; w < WARPS; ++w) most = warps >> w & 1 && each.second[w] > most ? each.second[w] : most;
-        for (int w = 0; w < WARPS; ++w) each.second[w] = warps >> w & 1 ? most : each.second[w];
-    }
-    looking = was;
-}
-
+void join(uint32_t warps);
 // Somebody has posted something; a warp has awaited so many rounds.
-SIGNPOST_UNSEEN inline void posted(const void* address, size_t size, unsigned box, unsigned round) {
-    const unsigned char* at = static_cast<const unsigned char*>(address);
-    if (at < begin || at >= begin + length) return;
-    looking = true;
-    for (size_t i = at - begin; i < at - begin + size; ++i) {
-        bytes[i] = Byte();
-        bytes[i].box = box + 1, bytes[i].round = round;
-    }
-    looking = false;
-}
-SIGNPOST_UNSEEN inline void open(const void* block, unsigned box, unsigned rounds, int warp) {
-    if (block != watched) return;
-    looking = true;
-    unsigned& mine = opened[box + 1][warp];
-    mine = mine < rounds ? rounds : mine;
-    looking = false;
-}
-
+void posted(const void* address, size_t size, unsigned box, unsigned round);
+void open(const void* block, unsigned box, unsigned rounds, int warp);
 // A warp has come to where others wait for it later; has waited for them.
-SIGNPOST_UNSEEN inline void arrive(uint32_t (&come)[WARPS], int warp) {
-    for (int i = 0; i < WARPS; ++i) come[i] = come[i] < clocks[warp][i] ? clocks[warp][i] : come[i];
-    ++clocks[warp][warp];
-}
-SIGNPOST_UNSEEN inline void awaited(const uint32_t (&come)[WARPS], int warp) {
-    for (int i = 0; i < WARPS; ++i) clocks[warp][i] = clocks[warp][i] < come[i] ? come[i] : clocks[warp][i];
-}
-
-SIGNPOST_UNSEEN inline bool ordered(const Access& before, int warp, int lane, uint32_t meeting) {
-    if (!before.clock) return true;
-    if (before.warp != warp) return before.clock <= clocks[warp][before.warp];
-    return before.lane == lane || before.meeting != meeting || before.clock < clocks[warp][warp];
-}
-
-SIGNPOST_UNSEEN inline void report(const char* what, size_t at, const Access& before, int warp, int lane, void* pc) {
-    if (++found > 20) return;
-    Dl_info where{};
-    dladdr(pc, &where);
-    std::fprintf(stderr, "race: %s byte %zu of shared memory, warp %d lane %d, before it warp %d lane %d, at %s+0x%zx\n", what, at, warp, lane, before.warp, before.lane,
-                 where.dli_fname ? where.dli_fname : "?", reinterpret_cast<size_t>(pc) - reinterpret_cast<size_t>(where.dli_fbase));
-}
+void arrive(uint32_t (&come)[WARPS], int warp);
+void awaited(const uint32_t (&come)[WARPS], int warp);
 
 enum class Kind { READ, WRITE, COPY_BEGINS, COPY_ENDS };
-
-SIGNPOST_UNSEEN inline void access(const void* address, size_t size, Kind kind, int thread, uint32_t meeting, void* pc) {
-    const bool write = kind != Kind::READ;
-    const unsigned char* from = static_cast<const unsigned char*>(address);
-    const int warp = thread / 32, lane = thread % 32;
-    const Access now{clocks[warp][warp], meeting, static_cast<uint8_t>(warp), static_cast<uint8_t>(lane)};
-    for (size_t i = from - begin; i < from - begin + size && i < bytes.size(); ++i) {
-        Byte& byte = bytes[i];
-        if (byte.box && opened[byte.box][warp] <= byte.round) report("before post has been awaited:", i, byte.write, warp, lane, pc);
-        if (byte.copied && kind != Kind::COPY_ENDS) report("during a copy to", i, byte.write, warp, lane, pc);
-        if (kind == Kind::COPY_BEGINS || kind == Kind::COPY_ENDS) byte.copied = kind == Kind::COPY_BEGINS;
-        if (!ordered(byte.write, warp, lane, meeting)) report(write ? "two writes of" : "a read after a write of", i, byte.write, warp, lane, pc);
-        if (write) {
-            for (const Access& read : byte.reads) {
-                if (!ordered(read, warp, lane, meeting)) report("a write after a read of", i, read, warp, lane, pc);
-            }
-            byte.write = now;
-            byte.reads.fill(Access());
-        } else {
-            Access& mine = byte.reads[warp];
-            const bool several = mine.clock == now.clock && mine.meeting == meeting && mine.lane != lane;
-            mine = now;
-            if (several) mine.lane = 255;
-        }
-    }
-}
 
 }  // namespace races
 
 namespace emulator {
-SIGNPOST_UNSEEN inline void seen(const void* address, size_t size, races::Kind kind, void* pc) {
-    const unsigned char* at = static_cast<const unsigned char*>(address);
-    if (races::looking || at < races::begin || at >= races::begin + races::length || current->block != races::watched) return;  // what is called from here is instrumented too
-    races::looking = true;
-    races::access(address, size, kind, current->thread, current->block->warps[current->thread / 32].barrier.generation, pc);
-    races::looking = false;
-}
+void seen(const void* address, size_t size, races::Kind kind, void* pc);
 }  // namespace emulator
 
 #define SIGNPOST_SEEN(address, size, kind) emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0))
 #define SIGNPOST_POSTED(address, size, box, round) races::posted(address, size, box, round)
 #define SIGNPOST_OPENED(box, rounds) races::open(emulator::current->block, box, rounds, emulator::current->thread / 32)
-#define SIGNPOST_SEES(name, size, kind) \
-    extern "C" SIGNPOST_UNSEEN void __tsan_##name(void* address) { emulator::seen(address, size, races::Kind::kind, __builtin_return_address(0)); }
-SIGNPOST_SEES(read1, 1, READ)
-SIGNPOST_SEES(read2, 2, READ)
-SIGNPOST_SEES(read4, 4, READ)
-SIGNPOST_SEES(read8, 8, READ)
-SIGNPOST_SEES(read16, 16, READ)
-SIGNPOST_SEES(write1, 1, WRITE)
-SIGNPOST_SEES(write2, 2, WRITE)
-SIGNPOST_SEES(write4, 4, WRITE)
-SIGNPOST_SEES(write8, 8, WRITE)
-SIGNPOST_SEES(write16, 16, WRITE)
-SIGNPOST_SEES(unaligned_read2, 2, READ)
-SIGNPOST_SEES(unaligned_read4, 4, READ)
-SIGNPOST_SEES(unaligned_read8, 8, READ)
-SIGNPOST_SEES(unaligned_read16, 16, READ)
-SIGNPOST_SEES(unaligned_write2, 2, WRITE)
-SIGNPOST_SEES(unaligned_write4, 4, WRITE)
-SIGNPOST_SEES(unaligned_write8, 8, WRITE)
-SIGNPOST_SEES(unaligned_write16, 16, WRITE)
-extern "C" SIGNPOST_UNSEEN void __tsan_read_range(void* address, unsigned long size) { emulator::seen(address, size, races::Kind::READ, __builtin_return_address(0)); }
-extern "C" SIGNPOST_UNSEEN void __tsan_write_range(void* address, unsigned long size) { emulator::seen(address, size, races::Kind::WRITE, __builtin_return_address(0)); }
-extern "C" SIGNPOST_UNSEEN void __tsan_func_entry(void*) {}
-extern "C" SIGNPOST_UNSEEN void __tsan_func_exit() {}
-extern "C" SIGNPOST_UNSEEN void __tsan_vptr_update(void*, void*) {}
-extern "C" SIGNPOST_UNSEEN void __tsan_vptr_read(void*) {}
-extern "C" SIGNPOST_UNSEEN void __tsan_init() {}
