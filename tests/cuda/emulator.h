@@ -153,7 +153,7 @@ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, Half) {
 
 inline void show_products() {}
 inline void begin_products() {
-    emulator::Barrier& barrier = emulator::current->block->groups[emulator::current->thread / 128];
+    emulator::Barrier& barrier = emulator::group(emulator::current->thread / 128);
     barrier.members = 128;
     emulator::meet(barrier);
 }
