@@ -27,10 +27,10 @@ def pieces_of_matrix(part: Rotate | None, dtype: torch.dtype) -> int:
 def whole(matrix: Tensor, piece: torch.dtype, order: Tensor | None = None, first_operand: bool = False) -> Tensor:
     """`fragments` of a matrix [k, n] whose numbers are one piece each. Raises KernelError for numbers of more than
     eight bits, which a bundle's matrices do not have."""
-    return fragments(_of(matrix, piece), piece, order, first_operand, 1)
+    return fragments(_one_piece(matrix, piece), piece, order, first_operand, 1)
 
 
-def _of(matrix: Tensor, piece: torch.dtype) -> Tensor:
+def _one_piece(matrix: Tensor, piece: torch.dtype) -> Tensor:
     if not torch.equal(matrix.to(piece).float(), matrix.float()):
         raise KernelError(
             f"a matrix holds numbers that are not {piece}: bundles' have eight bits (artifacts/matrices.py)"
@@ -42,7 +42,7 @@ def cores(matrix: Tensor, piece: torch.dtype) -> Tensor:
     """A matrix [k, n] as `wgmma` reads its second operand from shared memory, without a swizzle: [n / 8, k / 8, 8, 8]
     numbers of `piece` as int16, a column's eight rows next to each other. Raises KernelError as `whole`."""
     k, n = matrix.shape
-    return _of(matrix, piece).view(torch.int16).view(k // 8, 8, n // 8, 8).permute(2, 0, 3, 1).contiguous()
+    return _one_piece(matrix, piece).view(torch.int16).view(k // 8, 8, n // 8, 8).permute(2, 0, 3, 1).contiguous()
 
 
 def as_they_stand(k: int) -> Tensor:

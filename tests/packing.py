@@ -246,7 +246,8 @@ def direct_sides() -> list[tuple[str, PageGeometry, Any]]:
         for side in ("key", "value"):
             found.append((f"rotated-{bits}bit-d{d}-{h_kv}.{side}", PageGeometry.of(fmt, h_kv, d, side), rope))
     few, many = Sketch(256, "orthogonal", 8, 64), Sketch(96, "gaussian", 20, 32)
-    for part, h_kv, d, t in ((few, 4, 128, 64), (Sketch(32, "gaussian"), 3, 64, 16), (many, 1, 256, 32)):
+    sketches = ((few, 4, 128, 64), (Sketch(32, "gaussian"), 3, 64, 16), (Sketch(128), 2, 256, 16), (many, 1, 256, 32))
+    for part, h_kv, d, t in sketches:
         geometry = PageGeometry.of(Format(t, sketch=part), h_kv, d, "key")
         found.append((f"sketch-{part.m}-d{d}-{h_kv}.key", geometry, rope))
     return found

@@ -476,7 +476,9 @@ def test_tables_on_a_device_are_what_the_geometry_says():
     for layer, pair in enumerate(bundle.geometry.pairs):
         codecs = [Codec(side, bundle.side_tensors(layer, side.shape.side)) for side in pair]
         turns = rotation, None
-        packed = [device_tables(codec, turn, torch.float16, "sm_90a") for codec, turn in zip(codecs, turns, strict=True)]
+        packed = [
+            device_tables(codec, turn, torch.float16, "sm_90a") for codec, turn in zip(codecs, turns, strict=True)
+        ]
         assert packed[0] is device_tables(codecs[0], rotation, torch.float16, "sm_90a")
         kernels = Emulated(*pair, *(codec.tables for codec in codecs), rotation, 32, torch.float16, "cpu")
         shared = {"frequencies": kernels._inv_freq, "functions": kernels._functions}
