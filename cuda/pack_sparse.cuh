@@ -203,6 +203,7 @@ struct Sparse {
 
     // A bound that more than K of the keys reach, and few more if keys differ. A warp.
     static __device__ __forceinline__ unsigned bound(const unsigned (&keys)[2 * PILES]) {
+        if constexpr (PILES == 1 && K < FEW) return after_largest(keys[0], keys[1]);
         constexpr int ENOUGH = K + 5;
         unsigned least = keys[0], most = keys[0];
 #pragma unroll
@@ -225,6 +226,20 @@ struct Sparse {
             }
         }
         return least;
+    }
+
+    // The same where K is small: the largest keys are taken away, equal ones of several lanes at once.
+    static constexpr int FEW = 12;
+    static __device__ __forceinline__ unsigned after_largest(unsigned a, unsigned b) {
+        unsigned high = max(a, b), low = min(a, b), found = 0;
+#pragma unroll
+        for (int i = 0; i <= K; ++i) {
+            const unsigned largest = __reduce_max_sync(ALL_LANES, high);
+            if (largest == 0) break;  // there are no more: all reach what was found
+            found = largest;
+            if (high == largest) high = low, low = 0;
+        }
+        return found;
     }
 
     // The larger of two pairs; FLIP: the smaller. NaN beats all, so that it is seen.
