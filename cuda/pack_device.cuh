@@ -193,8 +193,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], uint4 a, unsigned b0, unsigned b1, BF16) { mma_bfloats(sum, a, b0, b1); }
 
 // What the four warps of a warpgroup multiply together by `wgmma`, twice as fast as each for itself: 64 rows, of which each warp has 16, which lie in lanes
-// as those of `multiply_tile`, times a matrix in shared memory. Only sm_90a has it.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// as those of `multiply_tile`, times a matrix in shared memory. Only sm_90a has it; units for others have no plan that asks for it.
 // Between what threads wrote to shared memory, copies included, and a barrier behind which others multiply with it.
 __device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -227,7 +226,6 @@ __device__ __forceinline__ void end_products(float (&sum)[8][4]) {
 #undef SIGNPOST_ADDED
 #undef SIGNPOST_WRITTEN
 #undef SIGNPOST_SUMS
-#endif
 
 // sum += a b: 16 x 8 times 8 x 8 halves.
 __device__ __forceinline__ void multiply_half_tile(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {

@@ -271,7 +271,10 @@ struct Sparse {
         for (int i = 0; i < PILES; ++i) finite = finite && finite_pair(top[i], typename P::Input());
         if (!finite) page.report(4);
 #pragma unroll
-        for (int i = 0; i < 2 * PILES; ++i) keys[i] = key16<FLIP>(i % 2 ? top[i / 2] >> 16 : top[i / 2] & 0xFFFFu);
+        for (int i = 0; i < 2 * PILES; ++i) {
+            const unsigned key = key16<FLIP>(i % 2 ? top[i / 2] >> 16 : top[i / 2] & 0xFFFFu);
+            keys[i] = FLIP || key < 0xFFFFu ? key : 0u;  // NaN, which may have another key in the list, does not count
+        }
         // Wanted are numbers beyond the one next to the bound, here in both halves. No number has -0's own key.
         unsigned under = FLIP ? 0x10000u - bound(keys) : bound(keys) - 1;
         under = unordered16(!FLIP && under == 0x7FFFu ? 0x7FFEu : under) * 0x10001u;

@@ -227,7 +227,7 @@ unsigned max_pair(unsigned a, unsigned b, Half) {
 template <typename Half>
 unsigned or_nan(unsigned y, unsigned a, unsigned b) {
     for (int i = 0; i < 2; ++i) {
-        if (std::isnan(widen(half_of<Half>(a, i))) || std::isnan(widen(half_of<Half>(b, i)))) y |= 0x7FFFu << 16 * i;
+        if (std::isnan(widen(half_of<Half>(a, i))) || std::isnan(widen(half_of<Half>(b, i)))) y = (y & ~(0xFFFFu << 16 * i)) | 0x7FFFu << 16 * i;  // without a sign
     }
     return y;
 }
